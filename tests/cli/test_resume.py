@@ -182,6 +182,29 @@ def test_what_was_left_out_is_said_with_what_it_costs(
     assert events(place / "run", "run_finished")[-1]["samples"] == samples
 
 
+def test_data_without_their_state_begin_again_after_a_change_of_the_samples(
+    typed: Typed, place: Path
+) -> None:
+    schedule = "schedule=[{name: set_context, value: 8, when: {at_step: 2}}]"
+    without = ("--set", "checkpoint.save_dataset_state=false", "--set", schedule, *COURSE)
+    typed("train", "tiny.yaml", *without, "--set", "record.run_dir=run", "--until", "3it")
+    typed("resume", "run", "--until", "5it")
+    assert events(place / "run", "run_finished")[-1]["samples"] == 8
+    state = json.loads((place / "run/checkpoints/step-5/state.json").read_text())
+    assert (state["course"]["since"], state["course"]["epochs_before"]) == (0, 0.0)
+    typed("resume", "run", "--until", "6it")
+
+
+def test_samples_of_another_length_count_epochs_on(typed: Typed, place: Path) -> None:
+    large = ("--set", "train.batch_size=128", *COURSE, "--set", "record.run_dir=run")
+    typed("train", "tiny.yaml", *large, "--until", "1ep")
+    steps = events(place / "run", "run_finished")[-1]["step"]
+    typed("resume", "run", "--allow", "data", "--set", "data.context=8", "--until", "2ep")
+    assert events(place / "run", "run_finished")[-1]["step"] in (3 * steps - 1, 3 * steps)
+    typed("resume", "run", "--until", "3ep")
+    assert events(place / "run", "run_finished")[-1]["step"] in (5 * steps - 2, 5 * steps)
+
+
 def test_automatic_begins_a_run_and_then_goes_on_with_it(typed: Typed, place: Path) -> None:
     auto = ("train", "tiny.yaml", "--set", "resume=auto", "--set", "record.run_dir=run", *COURSE)
     typed(*auto, "--until", "3it")

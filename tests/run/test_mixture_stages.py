@@ -204,6 +204,31 @@ def test_any_number_of_ranks_draws_the_same_samples(
     assert curves[0] == (curves[1] if keys else pytest.approx(curves[1], rel=1e-5))
 
 
+def test_a_resume_with_other_weights_is_as_an_operation(
+    config_in: Callable[..., Loaded], sources: Path, tmp_path: Path
+) -> None:
+    """And one with other parts is refused, as none of them goes on where it was."""
+    change = {"name": "set_mixture", "value": {"squares": 1, "code": 3, "words": 2}}
+    entry = f"schedule={json.dumps([{**change, 'when': {'at_step': 4}}])}"
+    parts = json.loads(mixed(sources)[1].partition("=")[2])
+    other = [{**part, "weight": w} for part, w in zip(parts, (1, 3, 2), strict=True)]
+    sets = ("--allow", "data", "--set", f"data.mixture={json.dumps(other)}", "--until", "8it")
+    curves = []
+    for name, keys, more in (("whole", (entry,), ()), ("resumed", (), sets)):
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(config_in(tmp_path, *mixed(sources, *keys)).to_yaml(origin=False))
+        run = tmp_path / name
+        until = "4it" if more else "8it"
+        run_ranks(1, tmp_path, "train", path, "--until", until, "--set", f"record.run_dir={run}")
+        if more:
+            run_ranks(1, tmp_path, "resume", run, *more)
+        curves.append([e.loss for e in read_events(run / "events.jsonl") if isinstance(e, Train)])
+    assert curves[0] == curves[1]
+    fewer = f"data.mixture={json.dumps(parts[:2])}"
+    with pytest.raises(AssertionError, match=r"data\.mixture was .* and cannot become"):
+        run_ranks(1, tmp_path, "resume", tmp_path / "resumed", "--allow", "data", "--set", fewer)
+
+
 def test_the_forecast_knows_the_stages(
     trainer: Callable[..., Trainer],
     prepared: Callable[..., Prepared],

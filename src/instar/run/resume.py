@@ -46,12 +46,12 @@ from instar.data.text.files import same_place
 from instar.record.imported import refuse_imported
 from instar.record.rundir import RunDir, check_folders
 from instar.schedule.operations import (
-    SETTING_OF,
     History,
     effective,
     history_from_json,
     override,
     overrides,
+    value_in_force,
 )
 from instar.schedule.settings import Settings
 
@@ -127,7 +127,7 @@ class Continuation:
 
     def _before(self, key: str) -> Any:
         config, settings = effective(self.began, self.history)
-        return getattr(settings, SETTING_OF[key]) if key in SETTING_OF else values(config)[key]
+        return value_in_force(key, values(config), settings)
 
 
 def automatic(config: RunConfig, last_folder: str | None = None) -> Resume | None:
@@ -264,6 +264,7 @@ def continuation(
         key: pair
         for key, pair in changes.items()
         if is_fixed(key, resume.allow, untrained=is_untrained)
+        or (key == "data.mixture" and not is_untrained and _differ_in_parts(*pair))
     }
     if fixed_keys:
         raise _cannot_change(resume.run, fixed_keys)
@@ -277,6 +278,12 @@ def continuation(
     return Continuation(
         replace(loaded_config, config=config), past.began, past.history, changes, origins, launch
     )
+
+
+def _differ_in_parts(*mixtures: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether mixtures have weights of other numbers of parts: neither goes on where the other ends."""
+    weights = ([part["weight"] for part in parts] for parts in mixtures)
+    return len({len(of_parts) for of_parts in weights if of_parts and None not in of_parts}) > 1
 
 
 @dataclass(frozen=True)
@@ -344,8 +351,7 @@ def _changes(resume: Resume, loaded_config: Loaded, past: _Past) -> dict[str, tu
             continue
         if key == "data.seed" and past.config.data_seed == loaded_config.config.data_seed:
             continue  # the run is older than the key
-        setting = SETTING_OF.get(key)
-        before = past.values[key] if setting is None else getattr(past.settings, setting)
+        before = value_in_force(key, past.values, past.settings)
         origin = loaded_config.origins.get(key, DEFAULT)
         if key == "precision" and value == "auto":
             is_new = False  # the precision resolved at step 0 holds on any machine

@@ -113,10 +113,23 @@ SETTING_OF = {
     "eval.eval_iters": "eval_iters",
     "model.context": "context",
     "data.context": "context",
+    "data.mixture": "mixture",
 }
 """The config key that gives the initial value of each setting."""
 
 Effect = Callable[[Settings, Any, int], Settings]
+
+
+def value_in_force(key: str, config_values: Mapping[str, Any], settings: Settings) -> Any:
+    """Return the value of a key of a config in a run with these settings, which operations may have changed."""
+    if key == "data.mixture":
+        parts, weights = config_values[key], settings.mixture
+        return (
+            [{**part, "weight": weight} for part, weight in zip(parts, weights, strict=True)]
+            if weights
+            else parts
+        )
+    return getattr(settings, SETTING_OF[key]) if key in SETTING_OF else config_values[key]
 
 
 def initial_state(config: RunConfig, architecture: Growable, facts: Facts = no_facts) -> State:

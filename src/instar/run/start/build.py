@@ -85,7 +85,7 @@ def build_trainer(
     config = resolve_precision(prepared_run, world)[0].config
     _set_kernels(config, world.device)
     task = prepared_run.spec.task(config)
-    if began is not None and began.architecture != task.architecture:
+    if began is not None:
         task = task.at(began.architecture, began.settings.context)
     first = config if began is None else began.config
     initial = initial_state(first, task.architecture, task.spec.facts)

@@ -47,6 +47,7 @@ from instar.schedule.operations import (
     RESTART_LR,
     Change,
     History,
+    carried_out,
     fold_history,
     history_from_json,
     states,
@@ -80,11 +81,11 @@ def restore(
     Raises:
         CheckpointError: the checkpoint is of another model or of other data, or lacks a component.
     """
-    history = _history(checkpoint, override)
-    _check_architecture(parts, checkpoint, history, allow)
+    history = _history(checkpoint)
+    _check_architecture(parts, checkpoint, history, override, allow)
     _check_data(parts, checkpoint, allow)
     try:
-        state, warnings = _restore(state, parts, checkpoint, history)
+        state, warnings = _restore(state, parts, checkpoint, history, override)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         # intact by its checksums, and still not a state that a run saves
         what = f"{type(error).__name__}: {error}"
@@ -113,9 +114,13 @@ def saved_counters(checkpoint: Checkpoint) -> Counters:
 
 
 def restore_state(
-    state: RunState, parts: Components, saved_state: Mapping[str, Any], history: History
+    state: RunState,
+    parts: Components,
+    saved_state: Mapping[str, Any],
+    history: History,
+    override: Operation | None = None,
 ) -> RunState:
-    """Restore the state from a state.json, and build the model after the history. A collective.
+    """Restore the state from a state.json, and build the model after the history and `override`. A collective.
 
     The caller must load the model's weights.
 
@@ -127,6 +132,7 @@ def restore_state(
     state = RunState.from_json(saved_state, state.in_force, state.phase, history)
     if state.phase.mixture != replayed.mixture:
         parts.read(state.phase)
+    state = _set_at_resume(state, parts, override)
     parts.logger.epochs = state.phase.epochs
     # empty if the run was not fp16 until now: then the scaler starts with its defaults
     if scaler := saved_state["scaler"]:
@@ -141,14 +147,14 @@ def replay_history(
     """Fold a history; build the model and open the data after it (law 1). A collective.
 
     Args:
-        state: at step 0, with an empty history.
+        state: before `history`, with the components that belong to it: at step 0, or where a resume changes settings.
         has_course: the caller restores the epoch lengths of earlier phases, so only the data of the
             last phase are opened.
     """
-    before, now, task, phase = parts.initial, parts.initial, parts.task, state.phase
+    before, now, task, phase = state.in_force, state.in_force, parts.task, state.phase
     phases = list[tuple[Settings, int, Task]]()
     """settings, cursor and task of each phase after the first"""
-    for change, after in states(parts.initial, history):
+    for change, after in states(now, history):
         context = after.settings.context
         # keep the same task object: the loader factory reuses the data opened for it
         if (context, after.architecture) != (now.settings.context, now.architecture):
@@ -160,9 +166,12 @@ def replay_history(
         if has_course and number < len(phases):
             phase = parts.loaders.passed(phase, settings, cursor)
         else:
-            phase = parts.loaders.next(phase, phase_task, settings, cursor)
+            is_here = cursor == state.progress.samples
+            last_step = state.before.samples if is_here else None
+            phase = parts.loaders.next(phase, phase_task, settings, cursor, last_step)
     # fresh adapters of merge_lora warm up in a model of the same shape
-    if now.architecture != before.architecture or now.settings.new_param_warmups:
+    warmups = now.settings.new_param_warmups
+    if now.architecture != before.architecture or warmups != before.settings.new_param_warmups:
         with raise_on_all_ranks(parts.world, "building the model"):
             bare = build_meta_model(parts.config, parts.world, task)
         parts.stepper = build_stepper(parts.config, parts.world, task, bare, now)
@@ -171,7 +180,16 @@ def replay_history(
     parts.stepper.task = task
     if phase != state.phase:
         parts.read(phase)
-    return replace(state, history=history, in_force=now, phase=phase)
+    return replace(state, history=(*state.history, *history), in_force=now, phase=phase)
+
+
+def _set_at_resume(state: RunState, parts: Components, override: Operation | None) -> RunState:
+    """Return the state after what the resume changes, if anything. A collective."""
+    if override is None:
+        return state
+    change = Change(override, state.step, state.progress.samples, reason="set at resume")
+    after = replay_history(state, parts, (change,))
+    return replace(state.with_change(change, after.in_force), phase=after.phase)
 
 
 def load_model_state(model: Module, checkpoint: Checkpoint) -> list[str]:
@@ -293,31 +311,30 @@ def _of_folder(weights: Weights, architecture: LoraShape) -> dict[str, Tensor]:
     return {name: tensors[name] for name in names}
 
 
-def _history(checkpoint: Checkpoint, override: Operation | None) -> History:
-    manifest = checkpoint.manifest
+def _history(checkpoint: Checkpoint) -> History:
     try:
-        history = history_from_json(manifest.history)
+        return history_from_json(checkpoint.manifest.history)
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from error
-    if override is None:
-        return history
-    cursor = int(manifest.progress.get("samples", 0))
-    return (*history, Change(override, manifest.step, cursor, reason="set at resume"))
 
 
 def _restore(
-    state: RunState, parts: Components, checkpoint: Checkpoint, history: History
+    state: RunState,
+    parts: Components,
+    checkpoint: Checkpoint,
+    history: History,
+    override: Operation | None,
 ) -> tuple[RunState, list[str]]:
     without = checkpoint.manifest.left_out
     # both branches build the shape after the history
     if saved_state := dict(checkpoint.state):
         if "dataset" in without:
-            saved_state["progress"] = {**saved_state["progress"], "samples": 0}
-        state = restore_state(state, parts, saved_state, history)
+            saved_state |= _data_begun_again(saved_state)
+        state = restore_state(state, parts, saved_state, history, override)
         hook_warnings = parts.hooks.restore(saved_state.get("hooks", {}))
     else:
         # an imported checkpoint, perhaps grown since: its run starts here
-        state = replay_history(state, parts, history)
+        state = _set_at_resume(replay_history(state, parts, history), parts, override)
         hook_warnings = []
     stepper, world = parts.stepper, parts.world
     parameters = stepper.parameters
@@ -343,6 +360,22 @@ def _restore(
     return state, [*warnings, f"{checkpoint.path.name}: {dead}"] if dead else warnings
 
 
+def _data_begun_again(saved_state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parts of a state.json with counters and a data phase that are at the first sample."""
+    counters = {
+        key: {**saved_state[key], "samples": 0}
+        for key in ("progress", "before")
+        if key in saved_state
+    }
+    course = saved_state.get("course")
+    if course is None:
+        return counters
+    course = {**course, "since": 0, "epochs_before": 0.0, "epochs_ended": (0, 0)}
+    if mixture := course.get("mixture"):
+        course["mixture"] = {**mixture, "drawn": [0] * len(mixture["weights"])}
+    return {**counters, "course": course}
+
+
 def _check_data(parts: Components, checkpoint: Checkpoint, allow: Collection[str]) -> None:
     for name, fingerprint in parts.task.spec.fingerprints.items():
         was = getattr(checkpoint.manifest, name)
@@ -354,12 +387,19 @@ def _check_data(parts: Components, checkpoint: Checkpoint, allow: Collection[str
 
 
 def _check_architecture(
-    parts: Components, checkpoint: Checkpoint, history: History, allow: Collection[str]
+    parts: Components,
+    checkpoint: Checkpoint,
+    history: History,
+    override: Operation | None,
+    allow: Collection[str],
 ) -> None:
     """Raise CheckpointError unless the saved architecture is that of config and history, or is
     allowed to differ and has the same tensors."""
     try:
-        now = fold_history(parts.initial, history).architecture
+        state = fold_history(parts.initial, history)
+        if override is not None:
+            state = carried_out(state, override, checkpoint.manifest.step)
+        now = state.architecture
     except (LookupError, TypeError, ValueError) as error:
         raise CheckpointError(f"{checkpoint.path}: of another architecture: {error}") from error
     was, is_now = checkpoint.manifest.architecture, json.loads(encode_json(now.to_dict()))

@@ -73,10 +73,11 @@ class DataPhase:
         return replace(self, samples_per_epoch=samples_per_epoch)
 
     def state(self) -> dict[str, Any]:
-        """Return as JSON what does not follow from config and history."""
+        """Return as JSON what does not follow from config and history: `since` does, unless the data began again."""
         values: dict[str, Any] = {
             "samples_per_epoch": self.samples_per_epoch,
             "epochs_before": self.epochs_before,
+            "since": self.since,
         }
         if any(self.epochs_ended):
             values["epochs_ended"] = self.epochs_ended
@@ -90,6 +91,7 @@ class DataPhase:
             self,
             samples_per_epoch=msgspec.convert(state["samples_per_epoch"], int),
             epochs_before=msgspec.convert(state["epochs_before"], float),
+            since=msgspec.convert(state.get("since", self.since), int),
             epochs_ended=msgspec.convert(state.get("epochs_ended", (0, 0)), tuple[int, int]),
             mixture=msgspec.convert(state.get("mixture"), MixtureStage | None),
         )
@@ -158,7 +160,9 @@ class LoaderFactory:
             stage = _first_stage(settings)
         else:
             next_phase = phase
-            stage = MixtureStage(settings.mixture, self._drawn(phase, task, cursor))
+            stage = _first_stage(settings)
+            if stage is not None:
+                stage = replace(stage, drawn=self._drawn(phase, task, cursor))
         earlier = cursor - 1 if before is None else before
         return replace(
             next_phase,
