@@ -49,6 +49,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         samples = len(next(iter(batch.values())))
         memory["peak"] = memory["fixed"] + memory["sample"] * samples
         memory["tried"] = max(memory["tried"], samples)
+        memory["columns"] = sum(math.prod(column.shape[1:]) for column in batch.values())
         return batch
 
     monkeypatch.setattr(batch_fit, "peak_bytes", peak)
@@ -105,6 +106,18 @@ def test_a_trial_needs_no_more_than_there_is(trainer: Make, device: dict[str, in
     carry_out(run, adjust(1.0))
     assert run.state.settings.batch_size == 2
     assert device["tried"] == 4
+
+
+def test_samples_are_as_long_as_in_training(trainer: Make, device: dict[str, int]) -> None:
+    columns = set()
+    for context in (4, 16):
+        run = trainer("data.context=8", f"eval.context={context}", name=str(context))
+        carry_out(run, adjust(0.5))
+        assert run.parts.stepper.task.context == 8
+        columns.add(device["columns"])
+    run = trainer("data.context=8", name="alike")
+    carry_out(run, adjust(0.5))
+    assert columns == {device["columns"]}
 
 
 @pytest.mark.usefixtures("device")

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from instar.config.sections import Operation
+from instar.data.source import Source
 from instar.distributed.agree import gather, raise_on_all_ranks
 from instar.models.cost import FrozenParameters
 from instar.record.format import bytes_text
@@ -48,7 +49,8 @@ def fit_batch(state: RunState, parts: Components, operation: Operation) -> tuple
     if per_sample * share.batch_size > _TRIED_SHARE * min(rooms):
         sizes = [max(1, share.batch_size // 2), share.batch_size]
     with raise_on_all_ranks(world, "measuring a batch"):
-        peaks = [_peak(parts, size) for size in sizes]
+        held_out = _as_long_as_trained(parts)
+        peaks = [_peak(parts, held_out, size) for size in sizes]
         measured = (peaks[1] - peaks[0]) / max(1, sizes[1] - sizes[0])
         kind = "measured" if measured > 0 else "forecast"
         per_sample = measured if measured > 0 else per_sample
@@ -83,15 +85,22 @@ def _usable(parts: Components) -> int:
     return own + max(0, usable - own) // parts.world.local_size
 
 
-def _peak(parts: Components, samples: int) -> int:
+def _as_long_as_trained(parts: Components) -> Source:
+    """Return held-out samples of the length of training samples, which those of evaluations may not have."""
+    task = parts.task
+    if task.held_out_context == task.context:
+        return parts.validation
+    return task.spec.held_out("val", task.context)
+
+
+def _peak(parts: Components, held_out: Source, samples: int) -> int:
     """Return the peak memory of a micro-batch of so many held-out samples, repeated if there are fewer."""
     device = parts.world.device
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
     peak_bytes(str(device), reset=True)
-    indices = np.arange(samples) % len(parts.validation)
-    batch = to_device(parts.validation.read(indices), device)
+    batch = to_device(held_out.read(np.arange(samples) % len(held_out)), device)
     parts.stepper.try_micro_batch(batch, samples)
     return peak_bytes(str(device))
 
