@@ -17,6 +17,7 @@ from started import run_ranks
 
 from instar.checkpoint.listing import latest_checkpoint
 from instar.checkpoint.manifest import read_manifest
+from instar.checkpoint.store import load_checkpoint
 from instar.config.errors import ConfigError
 from instar.distributed.failure import RunFailed
 from instar.record.events import Branched, Event, OperationEvent, RunStarted, read_events
@@ -205,6 +206,18 @@ def test_what_is_left_of_a_family_is_trained_at_a_resume(family: Path, tmp_path:
     assert latest_checkpoint(small).name == "step-6"
     resume(family)
     assert weights(small, 12) == expected
+
+
+def test_a_branch_keeps_what_its_own_operations_set_at_a_resume(cfg: Path, tmp_path: Path) -> None:
+    clips = [
+        {"name": "set_clip", "value": clip, "when": {"at_step": n}} for n, clip in ((2, 2), (6, 4))
+    ]
+    branch = {**SMALL, "when": {"at_step": 4}, "iters": 3, "schedule": clips[1:]}
+    train(cfg, tmp_path / "trunk", [clips[0], branch], "train.until=[5it]")
+    run = tmp_path / "trunk.small"
+    run_ranks(1, tmp_path, "resume", run, "--until", "8it")
+    last = load_checkpoint(latest_checkpoint(run)).manifest.history[-1]["operation"]
+    assert (last["name"], last["value"]) == ("override", {"train.until": ["8it"]})
 
 
 def test_a_branch_may_be_left_to_a_command_of_its_own(

@@ -38,6 +38,7 @@ from instar.schedule.operations import (
     effective_changes,
     history_of_branch,
     history_to_json,
+    overrides,
 )
 
 
@@ -75,7 +76,7 @@ def publish_branch(state: RunState, parts: Components, change: Change) -> Path:
             first = publish_checkpoint(root, state.step, first_snapshot, world=world)
             with raise_on_all_ranks(world, "publishing the branch"):
                 if world.is_main:
-                    _fill(RunDir(root), trunk.name, branch, first.name, parts, change)
+                    _fill(RunDir(root), trunk.name, branch, first.name, parts, history)
                     note_branch(RunDir(trunk), RunDir(root))
                     publishing.close()
     except atomic.WriteError as error:
@@ -106,12 +107,15 @@ def _first_checkpoint(
 
 
 def _fill(
-    run: RunDir, trunk: str, branch: Branch, first: str, parts: Components, change: Change
+    run: RunDir, trunk: str, branch: Branch, first: str, parts: Components, history: History
 ) -> None:
     """Write all but the checkpoint: the config, what the task keeps, and the first event."""
-    changes = branch.changes(change.step)
+    step = history[-1].step
+    changes = branch.changes(step)
     place = {"name": f"{parts.config.name}.{branch.name}", "resume": "never"}
-    config = with_values(parts.config, changes | place | {"record.run_dir": None})
+    # operations of the history are no values of the file, which a resume would set again
+    began = {key: value for key, value, _ in overrides(history)}
+    config = with_values(parts.initial.config, began | place | {"record.run_dir": None})
     run.logs.mkdir()
     for name, file in parts.task.spec.run_files.items():
         atomic.write_synced(run.path / name, file.read_bytes())
@@ -120,7 +124,7 @@ def _fill(
         Branched(
             name=branch.name,
             parent=trunk,
-            step=change.step,
+            step=step,
             checkpoint=first,
             iters=branch.iters,
             decay=branch.decay,
