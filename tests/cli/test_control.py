@@ -15,6 +15,8 @@ from cases import shortened
 from forks import INSTAR, Child, Forks
 from tiny_run import codes, events, said
 
+from instar.cli import control
+
 Instar = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -159,3 +161,9 @@ def test_what_is_mistyped_is_an_error_before_anything_is_asked(instar: Instar, p
     (place / "run" / "control").mkdir()
     (place / "run" / "control" / "waiting.json").write_text('{"asked": [{"name": 3}]}')
     assert "waiting.json" in applied(instar, "list", code=2).stderr
+
+
+@pytest.mark.parametrize("id_", ["123456e78901", "00e123456789", "012345678901"])
+def test_an_id_that_looks_like_a_number_is_taken_as_it_is(id_: str) -> None:
+    assert control._what_waits(f"id={id_}") == {"id": id_}
+    assert control._what_waits("entry=3") == {"entry": 3}

@@ -490,3 +490,16 @@ def test_a_branch_is_asked_for_and_takes_along_what_was_carried_out(trainer: Mak
     train(second, {2: {"name": "branch", "value": "a b", "iters": 2}})
     (refused,) = events(second, Asked)
     assert "must be the branch's name" in refused.reason
+
+
+def test_a_branch_whose_name_is_in_use_is_refused(trainer: Make) -> None:
+    branch = {"name": "branch", "value": "small", "iters": 2}
+    waits = {**branch, "value": "late", "when": {"at_step": 100}}
+    run = trainer()
+    train(run, {1: branch, 2: waits, 3: branch, 4: waits})
+    refused = [asked for asked in events(run, Asked) if asked.outcome == "refused"]
+    assert [asked.step for asked in refused] == [4, 5]
+    assert all("choose another name" in asked.reason for asked in refused)
+    assert [change.operation.value for change in run.state.history if not change.skipped] == [
+        "small"
+    ]

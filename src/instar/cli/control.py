@@ -54,17 +54,24 @@ def control(
             entry = typed_entry(text, f"apply {text}")
             _print_outcome(change_run(run_dir, entry, timeout), as_json)
         case "cancel":
-            which = typed_entry(text, f"cancel {text}")
-            name, value, more = which.pop("name"), which.pop("value"), which
-            if name not in ("id", "entry") or more:
-                hint = "write entry=N or id=ID, as `list` prints them"
-                raise ConfigError.of(f"{text!r} names nothing that waits", "cancel", hint)
-            key = {name: str(value) if name == "id" else value}
-            _print_outcome(change_run(run_dir, key, timeout, command="cancel"), as_json)
+            outcome = change_run(run_dir, _what_waits(text), timeout, command="cancel")
+            _print_outcome(outcome, as_json)
         case "save" | "stop":
             name = request(run_dir, "save" if command == "save" else "stop", timeout)
             click.echo(f"{'saved' if command == 'save' else 'stopped'}: {name}")
     return 0
+
+
+def _what_waits(text: str) -> dict[str, Any]:
+    """Return what `entry=N` or `id=ID` names; an id may look like a number."""
+    name, _, id_ = text.partition("=")
+    if name == "id" and id_:
+        return {name: id_}
+    which = typed_entry(text, f"cancel {text}")
+    if which.pop("name") != "entry" or which.keys() != {"value"}:
+        hint = "write entry=N or id=ID, as `list` prints them"
+        raise ConfigError.of(f"{text!r} names nothing that waits", "cancel", hint)
+    return {"entry": which["value"]}
 
 
 def _print_outcome(outcome: RequestOutcome, as_json: bool) -> None:

@@ -20,8 +20,9 @@ from instar.record.control import WAITING, Post
 from instar.record.events import Asked
 from instar.run.components import Components
 from instar.run.state.run_state import RunState
+from instar.schedule.branches import BRANCH
 from instar.schedule.forecast import legs_of
-from instar.schedule.operations import Change
+from instar.schedule.operations import Change, effective_changes
 from instar.schedule.posted import Cancelled, Posted, normalize
 from instar.schedule.triggers import Entry, entry_of, words
 
@@ -89,6 +90,8 @@ def _answer(state: RunState, parts: Components, post: Post) -> Answer:
 
 def check_possible(state: RunState, parts: Components, entry: Entry) -> None:
     """Raise ValueError if the operation is not possible now, or if what is left of the schedule would not be."""
+    if entry.operation.name == BRANCH:
+        _check_new_branch(state, entry)
     rest, spec, size = state.ahead(parts.entries), parts.task.spec, parts.world.size
     entry = replace(entry, on_failure="stop")  # it is refused now rather than skipped later
     legs_of((entry,), state.in_force, spec, size)
@@ -100,6 +103,15 @@ def check_possible(state: RunState, parts: Components, entry: Entry) -> None:
         legs_of((entry, *rest), state.in_force, spec, size)
     except ValueError as error:
         raise ValueError(f"the rest of the schedule would not be possible: {error}") from None
+
+
+def _check_new_branch(state: RunState, entry: Entry) -> None:
+    """Raise ValueError if the run has a branch of this name, or somebody else has asked for one."""
+    begun = [change.operation for change in effective_changes(state.history)]
+    asked = [post.entry.operation for post in state.posted if post.entry is not entry]
+    name = entry.operation.value
+    if any((one.name, one.value) == (BRANCH, name) for one in (*begun, *asked)):
+        raise ValueError(f"there is a branch {name} already, or it waits: choose another name")
 
 
 def _check_waits(state: RunState, parts: Components, content: Any) -> None:
