@@ -24,6 +24,8 @@ from instar.config.load import load_config
 from instar.growth import proof
 from instar.run.start.preflight import preflight
 from instar.run.start.restore import load_model_state
+from instar.run.state.sync_point import Stopped
+from instar.run.step.stepper import Stepper
 from instar.run.trainer import Trainer
 
 
@@ -86,6 +88,26 @@ def test_a_skipped_step_leaves_running_statistics_as_they_were(
         monkeypatch.undo()
         run.step()
         assert not same(running(run.parts.stepper.unwrapped_model), before)
+
+
+def test_a_step_that_a_stop_ends_leaves_running_statistics_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends after the forward passes, because another rank waits for its samples."""
+
+    def stop() -> None:
+        raise Stopped
+
+    with science.trainer(tmp_path / "run", "model.kind=batch norm") as run:
+        run.step()
+        before = running(run.parts.stepper.unwrapped_model)
+        whole = Stepper.step
+        monkeypatch.setattr(
+            Stepper, "step", lambda *args, **rest: whole(*args, **{**rest, "before_sync": stop})
+        )
+        run.step()
+        assert run.state.step == 1
+        assert same(running(run.parts.stepper.unwrapped_model), before)
 
 
 def test_a_checkpoint_without_buffers_says_so_when_it_is_restored(tmp_path: Path) -> None:

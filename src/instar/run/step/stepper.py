@@ -211,14 +211,13 @@ class Stepper:
         set_model_step(self.unwrapped_model, step)
         buffers = copy_buffers(self.unwrapped_model)
         part = None
-        if measures_part:
-            with _shards_explained():
+        with _shards_explained(), _buffers_restored(self.unwrapped_model, buffers):
+            if measures_part:
                 part = self._part_norm(batch, step, before_sync)
-            load_buffers(self.unwrapped_model, buffers)
-            before_sync = do_nothing
-        forward = partial(self._forward, step, loss_sum=loss_sum)
-        calls = MicroBatchCalls(forward, self._backward, before_sync)
-        with _shards_explained():
+                load_buffers(self.unwrapped_model, buffers)
+                before_sync = do_nothing
+            forward = partial(self._forward, step, loss_sum=loss_sum)
+            calls = MicroBatchCalls(forward, self._backward, before_sync)
             self.strategy.accumulate(batch, calls)
             scale = self.scaler.get_scale()
             result = StepResult(loss_sum, self._update(), scale, part)
@@ -397,6 +396,16 @@ class Stepper:
 
 def do_nothing() -> None:
     """Do nothing."""
+
+
+@contextmanager
+def _buffers_restored(model: Module, buffers: Mapping[str, Tensor | None]) -> Iterator[None]:
+    """Context manager that restores the buffers of a step that an exception ends: what is saved then has not made it."""
+    try:
+        yield
+    except BaseException:
+        load_buffers(model, buffers)
+        raise
 
 
 @contextmanager
