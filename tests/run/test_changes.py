@@ -14,7 +14,7 @@ from live import change_if_due, restore
 
 from instar.checkpoint.listing import latest_checkpoint
 from instar.checkpoint.store import load_checkpoint
-from instar.distributed.failure import RunFailed
+from instar.distributed.failure import PeerLost, RunFailed, UserCodeFailed
 from instar.growth.proof import TOLERANCE
 from instar.record.events import (
     AnalysisEvent,
@@ -26,6 +26,7 @@ from instar.record.events import (
     Warn,
     read_events,
 )
+from instar.run.changes import scheduled
 from instar.run.changes.live_growth import PROBE_WEIGHT, probe, probe_samples
 from instar.run.optimizer import group_parameters, optimizer_tensors
 from instar.run.start.preflight import Prepared
@@ -322,6 +323,33 @@ def test_an_operation_that_fails_may_be_passed_over(make_grown: Make, tmp_path: 
     (warning,) = events(tmp_path / "events.jsonl", Warn)
     assert "skipped, the run is unchanged" in warning.message
     assert [one.name for one in events(tmp_path / "events.jsonl", OperationEvent)] == ["change_lr"]
+
+
+@pytest.mark.parametrize("kind", [IndexError, UserCodeFailed])
+def test_a_growth_that_fails_in_any_way_may_be_passed_over(
+    make_grown: Make, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    def fail(*_: object) -> None:
+        raise kind("of the user's model")
+
+    monkeypatch.setattr(scheduled, "grow_run", fail)
+    run = make_grown(schedule(at(3, "widen_mlp", 192, on_failure="skip"), at(4, "widen_mlp", 256)))
+    with pytest.raises(RunFailed, match="widen_mlp after step 4 failed: of the user's model"):
+        run.train()
+    (change,) = run.state.history
+    assert change.skipped.endswith("of the user's model")
+
+
+def test_a_growth_during_which_a_rank_is_lost_is_not_passed_over(
+    make_grown: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise PeerLost("rank 1 is gone")
+
+    monkeypatch.setattr(scheduled, "grow_run", fail)
+    run = make_grown(schedule(at(3, "widen_mlp", 192, on_failure="skip")))
+    with pytest.raises(PeerLost):
+        run.train()
 
 
 def test_a_checkpoint_follows_growth(make_grown: Make, tmp_path: Path) -> None:

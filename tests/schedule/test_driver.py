@@ -33,14 +33,15 @@ def test_what_succeeds_is_in_the_history_as_carried_out() -> None:
     assert attempt_change(CHANGE, SKIPS, lambda: "grown") == (CHANGE, "grown")
 
 
-@pytest.mark.parametrize("error", [ValueError("x"), RuntimeError("x"), MemoryError()])
+@pytest.mark.parametrize("error", [ValueError("x"), OSError("x"), MemoryError(), IndexError("x")])
 def test_what_fails_is_skipped_for_good_and_says_why(error: Exception) -> None:
     """Also where the error has no text: a change that does not say that it was skipped counts as carried out."""
 
     def fail() -> str:
         raise error
 
-    skipped = replace(CHANGE, skipped=str(error) or "MemoryError")
+    why = {MemoryError: "MemoryError", IndexError: "IndexError: x"}.get(type(error), "x")
+    skipped = replace(CHANGE, skipped=why)
     assert attempt_change(CHANGE, SKIPS, fail) == (skipped, None)
 
 
@@ -58,10 +59,10 @@ def test_what_may_not_be_skipped_stops_the_training(entry: Entry | None) -> None
         attempt_change(CHANGE, entry, fail, stop=stop)  # type: ignore[arg-type]
 
 
-def test_an_error_of_another_kind_is_never_skipped() -> None:
+def test_what_ends_the_training_is_never_skipped() -> None:
     def fail() -> str:
-        raise KeyError("a bug")
+        raise KeyError("a process is lost")
 
     with pytest.raises(KeyError):
-        attempt_change(CHANGE, SKIPS, fail)
-    assert attempt_change(CHANGE, SKIPS, fail, failures=(KeyError,))[1] is None
+        attempt_change(CHANGE, SKIPS, fail, fatal=(LookupError,))
+    assert attempt_change(CHANGE, SKIPS, fail)[1] is None

@@ -11,10 +11,6 @@ from instar.schedule.triggers import Entry, next_entry
 
 T = TypeVar("T")
 
-FAILURES = (ValueError, RuntimeError, MemoryError)
-"""What an operation raises that is not possible, broke its label, or lacks memory for both models. The model is as
-before."""
-
 
 def next_due(
     entries: Sequence[Entry], history: History, reason_now: Callable[[Entry], str | None]
@@ -36,7 +32,7 @@ def attempt_change(
     work: Callable[[], T],
     *,
     stop: Callable[[Exception], NoReturn] | None = None,
-    failures: tuple[type[Exception], ...] = FAILURES,
+    fatal: tuple[type[Exception], ...] = (),
 ) -> tuple[Change, T | None]:
     """Try an operation; if it fails, skip it for good or stop, as its entry says.
 
@@ -44,17 +40,26 @@ def attempt_change(
         entry: None: the operation is none of a schedule, and is not skipped.
         work: leaves all as it was if it raises. All processes come to the same end.
         stop: raises what ends the training; default: what `work` raised.
-        failures: what `work` may raise.
+        fatal: what ends the training at once, such as a lost process.
 
     Returns:
         the change, which says so if it was skipped, and what `work` returned; None: it was skipped.
     """
     try:
         return change, work()
-    except failures as error:
+    except fatal:
+        raise
+    except Exception as error:  # a user's model may raise anything
         if entry is None or entry.on_failure != "skip":
             if stop is not None:
                 stop(error)
             raise
         # a change without a reason would count as carried out
-        return replace(change, skipped=str(error) or type(error).__name__), None
+        return replace(change, skipped=_reason(error)), None
+
+
+def _reason(error: Exception) -> str:
+    kind, text = type(error), str(error)
+    if kind.__module__ != "builtins" or isinstance(error, ValueError | RuntimeError | OSError):
+        return text or kind.__name__
+    return f"{kind.__name__}: {text}" if text else kind.__name__

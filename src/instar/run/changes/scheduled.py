@@ -10,15 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from instar.checkpoint.manifest import CheckpointError
 from instar.config.budget import fraction_used
 from instar.config.errors import ConfigError
 from instar.config.fields import with_values
 from instar.config.sections import Operation
 from instar.distributed.agree import agree, raise_on_all_ranks
-from instar.distributed.failure import PeerError, RunFailed
+from instar.distributed.failure import Interrupted, PeerLost, RankMissing, RunFailed
 from instar.growth.engine import ProvedGrowth, prepare_candidate
 from instar.models.shape import mask_of
+from instar.record.events import RecordError
 from instar.record.rundir import RunDir
 from instar.run.changes.average import average_weights
 from instar.run.changes.batch_fit import fit_batch
@@ -39,11 +39,12 @@ from instar.run.output.operation_text import ChangeOutcome
 from instar.run.state.data_phase import begins_phase
 from instar.run.state.gradient_stats import GradientWatch
 from instar.run.state.run_state import RunState
+from instar.run.state.sync_point import Stopped
 from instar.run.step.stepper import freeze_parameters
 from instar.run.validation import evaluate_validation, is_comparable
 from instar.schedule.branches import BRANCH
 from instar.schedule.config_operations import CONFIG_OPERATIONS, changed_config
-from instar.schedule.driver import FAILURES, attempt_change, next_due
+from instar.schedule.driver import attempt_change, next_due
 from instar.schedule.forecast import check_data
 from instar.schedule.operations import (
     FOLD,
@@ -237,8 +238,7 @@ def carry_out(
         entry,
         partial(_carry_out, state, parts, change, entry),
         stop=partial(_stop, state, parts, change),
-        # all ranks get here: either all failed alike, or a collective raised on all of them
-        failures=(*FAILURES, PeerError, CheckpointError),
+        fatal=(PeerLost, RankMissing, Interrupted, Stopped, RecordError),
     )
     if candidate is None:
         return _skip(state, parts, change)
@@ -288,6 +288,13 @@ class _Carried(NamedTuple):
 
 
 def _carry_out(state: RunState, parts: Components, change: Change, entry: Entry | None) -> _Carried:
+    """Carry out as much of an operation as leaves the run unchanged. A collective, which fails on all ranks or on
+    none, and for one reason."""
+    with raise_on_all_ranks(parts.world, f"carrying out {change.operation.name}"):
+        return _prepared(state, parts, change, entry)
+
+
+def _prepared(state: RunState, parts: Components, change: Change, entry: Entry | None) -> _Carried:
     operation = change.operation
     if entry is not None and entry.number is None:
         check_possible(state, parts, entry)  # others may have changed the run since it was taken in
