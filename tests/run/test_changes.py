@@ -28,8 +28,10 @@ from instar.record.events import (
 )
 from instar.run.changes import scheduled
 from instar.run.changes.live_growth import PROBE_WEIGHT, probe, probe_samples
+from instar.run.components import Components
 from instar.run.optimizer import group_parameters, optimizer_tensors
 from instar.run.start.preflight import Prepared
+from instar.run.state.run_state import RunState
 from instar.run.trainer import Trainer
 
 Make = Callable[..., Trainer]
@@ -350,6 +352,30 @@ def test_a_growth_during_which_a_rank_is_lost_is_not_passed_over(
     run = make_grown(schedule(at(3, "widen_mlp", 192, on_failure="skip")))
     with pytest.raises(PeerLost):
         run.train()
+
+
+def test_an_evaluation_that_a_stop_cuts_short_is_made_at_the_resume(
+    make_grown: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = at(3, "change_lr", 0.5, reevaluate=True), at(3, "change_lr", 0.5)
+    keys = schedule(entries[0], {**entries[1], "when": {"loss_below": 50}}), "train.until=[5it]"
+
+    def stop(state: RunState, parts: Components, **_: bool) -> RunState:
+        parts.sync.failing = lambda: "the disk is full"
+        parts.sync.sync()
+        return state
+
+    whole, cut, resumed = (make_grown(*keys, name=name) for name in ("whole", "cut", "resumed"))
+    with monkeypatch.context() as patched:
+        patched.setattr(scheduled, "evaluate_validation", stop)
+        cut.train()
+    cut.save("now", wait=True)
+    restore(resumed, load_checkpoint(latest_checkpoint(cut.parts.saver.root)))
+    for run in (whole, resumed):
+        run.train()
+        assert [change.step for change in run.state.history] == [3, 3]
+        assert run.state.reevaluates_at == -1
+    assert resumed.state.evaluated_metrics == whole.state.evaluated_metrics
 
 
 def test_a_checkpoint_follows_growth(make_grown: Make, tmp_path: Path) -> None:

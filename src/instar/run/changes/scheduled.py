@@ -78,7 +78,9 @@ def change_if_due(state: RunState, parts: Components) -> tuple[RunState, bool]:
     if mask is not None and state.step >= mask.end:
         state = carry_out(state, parts, FOLD, reason=f"open since step {mask.end:,}")
     state = lower_lr_if_due(state, parts)
-    loss, is_new_loss, has_posts = state.loss, False, parts.sync.posts_waiting
+    if is_new_loss := state.reevaluates_at == state.step:
+        state = _reevaluate(state, parts)
+    loss, has_posts = state.loss, parts.sync.posts_waiting
     earlier_ids = state.request_ids if has_posts else set[str]()
     if has_posts:
         state = take_in(state, parts)
@@ -90,12 +92,20 @@ def change_if_due(state: RunState, parts: Components) -> tuple[RunState, bool]:
         if loss is not None and not is_comparable(state, parts):
             loss = None  # the next entry's trigger is not about what was measured before
         if entry.reevaluate:
-            state = evaluate_validation(state, parts, counts=False)
+            state = _reevaluate(state, parts)
             loss, is_new_loss = state.loss, True
     write_waiting(state, parts)
     if has_posts:
         log_waiting(state, parts, state.request_ids - earlier_ids)
     return state, is_new_loss
+
+
+def _reevaluate(state: RunState, parts: Components) -> RunState:
+    """Evaluate after an operation; what a stop request cuts short is due at the resume. A collective."""
+    begun = replace(state, reevaluates_at=state.step)
+    evaluated = evaluate_validation(begun, parts, counts=False)
+    # of the same step there may be an evaluation before the operation
+    return begun if evaluated is begun else replace(evaluated, reevaluates_at=-1)
 
 
 def _next_due(

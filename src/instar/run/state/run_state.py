@@ -96,6 +96,8 @@ class RunState:
     """step of the last check whether an evaluation is due"""
     save_checked_at: int = 0
     """step of the last check whether a save is due"""
+    reevaluates_at: int = -1
+    """step of an operation whose evaluation was cut short by a stop; -1: none"""
     grown_at: int = -1
     """step of the last operation that replaced the model; -1: none"""
     sampled_at: int = 0
@@ -213,6 +215,7 @@ class RunState:
             "noise": dataclasses.asdict(self.noise),
             "skipped_in_a_row": self.skipped_in_a_row,
             # absent in nearly all runs
+            **({"reevaluates_at": self.reevaluates_at} if self.reevaluates_at >= 0 else {}),
             **({"posted": msgspec.to_builtins(self.posted)} if self.posted else {}),
             **({"cancelled": msgspec.to_builtins(self.cancelled)} if self.cancelled else {}),
             **({"closed": self.closed} if self.closed else {}),
@@ -257,6 +260,7 @@ class RunState:
             evaluated_at=evaluated_at,
             judged_at=read("judged_at", int, evaluated_at),
             evaluation_checked_at=read("asked_at", int, evaluated_at),
+            reevaluates_at=read("reevaluates_at", int, -1),
             save_checked_at=progress.step,
             sampled_at=progress.step,
         )
