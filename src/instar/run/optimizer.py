@@ -230,15 +230,7 @@ def task_optimizers(
             raise ValueError(
                 "optimizer() returned parameter groups, which optimizer.name muon makes"
             )
-        by_kernel: dict[bool, list[dict[str, Any]]] = {}
-        for group in optimizers:
-            for may_fuse, part in _by_kernel({"lr": config.lr, **group}, elastic=elastic):
-                kernel = may_fuse or config.name not in _FUSED
-                by_kernel.setdefault(kernel, []).append(part)
-        optimizers = [
-            _optimizer(config.name, groups, config, may_fuse=may_fuse)
-            for may_fuse, groups in by_kernel.items()
-        ]
+        optimizers = _of_groups(optimizers, config, elastic=elastic)
     elif not optimizers or not all(isinstance(optimizer, Optimizer) for optimizer in optimizers):
         raise ValueError(
             "optimizer() must return an optimizer of torch, several, or parameter groups, not "
@@ -255,6 +247,21 @@ def task_optimizers(
         for group in optimizer.param_groups:
             group["lr_ratio"] = float(group.get("lr", config.lr)) / config.lr
     return optimizers
+
+
+def _of_groups(
+    groups: Iterable[Mapping[str, Any]], config: OptimizerConfig, *, elastic: bool
+) -> list[Optimizer]:
+    """Build the config's optimizers of parameter groups: one, or one for each kernel."""
+    by_kernel: dict[bool, list[dict[str, Any]]] = {}
+    for group in groups:
+        for may_fuse, part in _by_kernel({"lr": config.lr, **group}, elastic=elastic):
+            kernel = may_fuse or config.name not in _FUSED
+            by_kernel.setdefault(kernel, []).append(part)
+    return [
+        _optimizer(config.name, parts, config, may_fuse=may_fuse)
+        for may_fuse, parts in by_kernel.items()
+    ]
 
 
 def check_covered(optimizers: Iterable[Optimizer], parameters: Mapping[str, Parameter]) -> None:

@@ -233,7 +233,8 @@ class DeltaWriter:
             entries = {name: to_bits(tensor).entry for name, tensor in tensors.items()}
             with lock_chain(self.folder):
                 if (now := _own_changes(link.file)) is not None:
-                    statistics = link_statistics(now, entries, before and _own_changes(before))
+                    earlier = None if before is None else _own_changes(before)
+                    statistics = link_statistics(now, entries, earlier)
         self._finished_links.put(Written(link, seconds, copy.stall_s, statistics))
 
     def _last_link(self) -> Link | None:

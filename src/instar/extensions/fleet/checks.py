@@ -105,28 +105,30 @@ def _process_problems(loaded_config: LoadedFleet) -> Iterator[ConfigProblem]:
         if isinstance(process, Job) and run is None and (process.set or process.nproc):
             yield loaded_config.problem(path, f"{dotted_key(path)}: set and nproc belong to a run")
     for name, service in spec.services.items():
-        check, path = service.healthcheck, ("services", name, "healthcheck")
+        check, section = service.healthcheck, ("services", name, "healthcheck")
         if check is None:
             continue
         if not (check.http or check.tcp or check.command or check.probe):
             hint = "e.g. http: /health, tcp: true or command: …"
-            yield loaded_config.problem(path, f"{dotted_key(path)} checks nothing", hint)
+            yield loaded_config.problem(section, f"{dotted_key(section)} checks nothing", hint)
         if (check.http or check.tcp or check.probe) and not service.ports:
-            message = f"{dotted_key(path)} needs a port, and {name} has none"
-            yield loaded_config.problem(path, message, "write ports: [http] in the service")
+            message = f"{dotted_key(section)} needs a port, and {name} has none"
+            yield loaded_config.problem(section, message, "write ports: [http] in the service")
         elif check.port is not None and check.port not in service.first_ports:
             hint = f"it has {', '.join(service.first_ports)}"
-            yield loaded_config.problem((*path, "port"), f"{name} has no port '{check.port}'", hint)
+            yield loaded_config.problem(
+                (*section, "port"), f"{name} has no port '{check.port}'", hint
+            )
         elif check.port and check.command and not (check.http or check.tcp or check.probe):
-            message = f"{dotted_key(path)}: a command is not told the port"
+            message = f"{dotted_key(section)}: a command is not told the port"
             hint = f"write ${{ports.{check.port}}} into the command"
-            yield loaded_config.problem((*path, "port"), message, hint)
+            yield loaded_config.problem((*section, "port"), message, hint)
         if check.model is not None and check.probe is None:
             message, hint = (
-                f"{dotted_key(path)}: only a probe names a model",
+                f"{dotted_key(section)}: only a probe names a model",
                 "add probe: completion",
             )
-            yield loaded_config.problem((*path, "model"), message, hint)
+            yield loaded_config.problem((*section, "model"), message, hint)
 
 
 def _command_problems(
@@ -179,8 +181,8 @@ def _dependency_problems(loaded_config: LoadedFleet) -> Iterator[ConfigProblem]:
             del unmet[name]
     if unmet:
         section = "services" if next(iter(unmet)) in spec.services else "jobs"
-        path = (section, next(iter(unmet)), "depends_on")
-        yield loaded_config.problem(path, f"circular dependency between {', '.join(unmet)}")
+        place = (section, next(iter(unmet)), "depends_on")
+        yield loaded_config.problem(place, f"circular dependency between {', '.join(unmet)}")
 
 
 def _combinations(loaded_config: LoadedFleet) -> Iterator[ConfigProblem]:

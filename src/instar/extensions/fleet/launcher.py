@@ -226,14 +226,8 @@ class Launcher:
             instance = self.trials.begin(instance)
         was = self._before.instances.get(instance.index)
         attempts = {name: process.attempt for name, process in was.processes.items()} if was else {}
-        runner = InstanceRunner(
-            self._context,
-            instance,
-            lease,
-            holder,
-            attempts,
-            completed_jobs(self.folder, instance, self.plan, attempts),
-        )
+        completed = completed_jobs(self.folder, instance, self.plan, attempts)
+        runner = InstanceRunner(self._context, instance, lease, holder, attempts, completed)
         self._write(instance, "starting")
 
         async def run() -> None:

@@ -107,10 +107,10 @@ def check_possible(state: RunState, parts: Components, entry: Entry) -> None:
 
 def _check_new_branch(state: RunState, entry: Entry) -> None:
     """Raise ValueError if the run has a branch of this name, or somebody else has asked for one."""
-    begun = [change.operation for change in effective_changes(state.history)]
-    asked = [post.entry.operation for post in state.posted if post.entry is not entry]
+    operations = [change.operation for change in effective_changes(state.history)]
+    operations += [post.entry.operation for post in state.posted if post.entry is not entry]
     name = entry.operation.value
-    if any((one.name, one.value) == (BRANCH, name) for one in (*begun, *asked)):
+    if name in (operation.value for operation in operations if operation.name == BRANCH):
         raise ValueError(f"there is a branch {name} already, or it waits: choose another name")
 
 

@@ -102,10 +102,10 @@ def change_if_due(state: RunState, parts: Components) -> tuple[RunState, bool]:
 
 def _reevaluate(state: RunState, parts: Components) -> RunState:
     """Evaluate after an operation; what a stop request cuts short is due at the resume. A collective."""
-    begun = replace(state, reevaluates_at=state.step)
-    evaluated = evaluate_validation(begun, parts, counts=False)
+    due = replace(state, reevaluates_at=state.step)
+    after = evaluate_validation(due, parts, counts=False)
     # of the same step there may be an evaluation before the operation
-    return begun if evaluated is begun else replace(evaluated, reevaluates_at=-1)
+    return due if after is due else replace(after, reevaluates_at=-1)
 
 
 def _next_due(

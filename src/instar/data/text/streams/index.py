@@ -133,7 +133,8 @@ def open_stream(
     sample_bytes = (context + 1) * tokens.dtype.itemsize
     keep = max(2 * window, _KEPT_BYTES // (tokens.lanes * sample_bytes))
     lanes = _lanes(stream, data, folder, max(1, _AHEAD_BYTES // sample_bytes))
-    samples = LaneSamples(stream, lanes, counts, keep, window, record and folder / LANES_FILE)
+    record_file = None if record is None else folder / LANES_FILE
+    samples = LaneSamples(stream, lanes, counts, keep, window, record_file)
     lengths = [samples.length(lane) for lane in range(tokens.lanes)]
     order = LaneOrder(lengths, seed, window)
     if record is not None and use_sizes:
