@@ -79,6 +79,12 @@ def test_conversations_of_any_form_become_the_same_samples(tmp_path: Path, form:
         assert of_text.get(tuple(sample), target) == target
 
 
+def test_null_is_no_key_of_an_older_form() -> None:
+    nothing = {"function_call": None, "tool_calls": None}
+    row = {"messages": [{**message, **nothing} for message in messages(1)], "functions": None}
+    conversation_of(row, "messages", last_answer_only=False)
+
+
 def test_only_a_completion_is_trained(tmp_path: Path) -> None:
     rows = [{"prompt": messages(n)[:-1], "completion": messages(n)[-1:]} for n in range(40)]
     _, targets = prepared(tmp_path / "rows", rows, chat_form="prompt_completion")

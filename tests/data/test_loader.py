@@ -11,7 +11,8 @@ from feeds import Numbers, local_feed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from instar.data.loader import BLOCK_S, StepBatch
+from instar.data.broadcast import pack, unpack
+from instar.data.loader import BLOCK_S, LocalReader, ReadRequest, StepBatch, StepKey
 from instar.data.order import (
     Int64Array,
     Order,
@@ -23,7 +24,7 @@ from instar.data.order import (
     micro_slices,
     plan_step,
 )
-from instar.data.source import TokenWindows
+from instar.data.source import InMemorySource, TokenWindows
 
 
 def numbers_of(batch: StepBatch) -> list[int]:
@@ -312,3 +313,16 @@ def test_closing_ends_the_thread() -> None:
     assert "instar-prefetch" not in [thread.name for thread in threading.enumerate()]
     with pytest.raises(RuntimeError, match="closed"):
         feed.take(2, 2, 2)
+
+
+def test_weights_may_be_numbers_of_numpy() -> None:
+    class Weighing(InMemorySource):
+        def weights(self, indices: Int64Array) -> float:
+            return np.ones(32, dtype=np.int64)[indices].sum()  # type: ignore[no-any-return]
+
+    source = Weighing({"x": np.arange(32.0)})
+    reader = LocalReader(source, Sequential(32), 2, range(2), "rank 0")
+    key = StepKey(0, 8, 8)
+    step = unpack(pack(reader.read(ReadRequest(1, key, False))))[key]
+    assert isinstance(step, StepBatch)
+    assert step.weight == sum(micro.weight for micro in step.micro_batches) == 8.0

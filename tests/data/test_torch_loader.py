@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, WeightedRandomSampler
+from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
 from instar.config.load import load_config
 from instar.config.schema import RunConfig
-from instar.data.torch_loader import unused_settings
+from instar.data.torch_loader import check_loader, unused_settings
 
 SAMPLES = list(range(12))
 
@@ -64,3 +65,11 @@ def test_settings_that_are_not_used_are_said(
     assert unused_settings(made, config(*overrides)) == said
     assert unused_settings({"train": made, "val": DataLoader(SAMPLES)}, config(*overrides)) == said  # type: ignore[arg-type]
     assert unused_settings(SAMPLES, config(*overrides)) == []
+
+
+def test_a_sampler_of_a_part_of_the_samples_is_refused() -> None:
+    for size in (3, 12):
+        sampler = RandomSampler(SAMPLES, num_samples=size)  # type: ignore[arg-type]
+        loader = DataLoader(SAMPLES, sampler=sampler)  # type: ignore[arg-type, var-annotated]
+        with nullcontext() if size == 12 else pytest.raises(ValueError, match="draws 3 of 12 samp"):
+            check_loader(loader)

@@ -253,6 +253,18 @@ def test_numbers_are_reduced_as_asked() -> None:
     assert {n: v for n, v in again.numbers().items() if n != "low"} == found
 
 
+def test_the_last_value_is_that_of_rank_0_after_a_change_of_ranks() -> None:
+    states = []
+    for value in (1.0, 99.0):
+        logged = Logged(ALONE)
+        with recording(logged):
+            log("last", value, reduce="last")
+        states.append(json.loads(json.dumps(logged.state())))
+    again = Logged(ALONE)
+    again.restore(states)
+    assert again.numbers() == {"last": 1.0}
+
+
 def test_a_record_cannot_name_other_files(tmp_path: Path) -> None:
     (tmp_path / "media").mkdir()
     outside = tmp_path / "secret.png"

@@ -212,6 +212,16 @@ def test_samples_that_cannot_be_trained_on_are_refused(sample: Any, says: str) -
         TokenTargets(4, 9).check(sample)
 
 
+def test_tokens_of_any_integers_are_trained_on_as_int64() -> None:
+    tokens = {name: np.arange(4, dtype=np.uint16) for name in ("inputs", "targets")}
+    sample = TokenTargets(4, 9).check({**tokens, "note": np.zeros(3, dtype=np.float32)})
+    assert {name: str(array.dtype) for name, array in sample.items()} == {
+        "inputs": "int64",
+        "targets": "int64",
+        "note": "float32",
+    }
+
+
 def test_a_transform_of_another_length_is_refused_before_anything_starts(
     steps: Callable[..., list[dict[str, Any]]],
 ) -> None:

@@ -255,7 +255,7 @@ class LocalReader:
         for key, plan, step_ids, places_of in zip(keys, plans, steps, places, strict=True):
             weight, own_weight = math.nan, None
             if sample_weights is None:  # else the source may read the samples of all ranks for it
-                weight = self._source.weights(step_ids)
+                weight = float(self._source.weights(step_ids))
             micro_batches = []
             for rank in self._rank_slices:
                 slice_places = places_of[rank]
@@ -269,7 +269,8 @@ class LocalReader:
                     elif samples == step_ids.size:
                         part = weight
                     else:
-                        part = self._source.weights(samples_at(step_ids, slice_places[first:stop]))
+                        samples_of_part = samples_at(step_ids, slice_places[first:stop])
+                        part = float(self._source.weights(samples_of_part))
                     micro_batches.append(
                         MicroBatch(
                             arrays=cut(arrays, row, row + rows),

@@ -57,8 +57,8 @@ def check_indices(indices: Int64Array, length: int) -> None:
 class Measure(Protocol):
     """The loss weights of samples as a transform leaves them."""
 
-    def check(self, sample: Mapping[str, Any]) -> None:
-        """Raise ValueError if a transformed sample cannot be trained on."""
+    def check(self, sample: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a transformed sample as it is trained on. Raises ValueError if it cannot be."""
         ...
 
     def weights(self, columns: Columns) -> NDArray[np.float64]:

@@ -80,6 +80,11 @@ def check_loader(loader: Any) -> None:
         raise ValueError(
             "a DataLoader that draws with replacement; return its data set, and say data.order: random"
         )
+    if "RandomSampler" in samplers and loader.sampler.num_samples != len(loader.dataset):
+        raise ValueError(
+            f"a DataLoader that draws {loader.sampler.num_samples:,} of {len(loader.dataset):,} samples an epoch, where "
+            "all would be used; return a Subset of its data set, or set data.train_subset"
+        )
     if _WEIGHTED in samplers:
         _check_weighted(loader.sampler, len(loader.dataset))
 

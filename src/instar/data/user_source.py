@@ -124,7 +124,7 @@ class Transformed(WrappedSource):
         try:
             result = self._function(sample, sample_generator(self._seed, epoch, draw))
             if self._measure is not None:
-                self._measure.check(result)
+                result = self._measure.check(result)
         except Exception as error:
             error.add_note(f"in {self._name}, of sample {number} in epoch {epoch}")
             raise

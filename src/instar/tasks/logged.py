@@ -159,6 +159,8 @@ class Logged:
         for state in states:
             for name, (reduce, values, weights, decisive) in state.items():
                 number = self._numbers.setdefault(name, _Number(reduce))
+                if reduce == "last" and number.values:
+                    continue  # that of rank 0 counts, see `_reduced_over_ranks`
                 is_sum = reduce in ("mean", "sum")
                 number.values.append(_parse(values) if is_sum else float(decisive))
                 number.weights.append(_parse(weights))

@@ -181,7 +181,7 @@ def _check(row: Row, messages: list[Any]) -> None:
         if weight is not None and (weight not in (0, 1) or message["role"] != ASSISTANT):
             raise ValueError(f"`weight` is 0 or 1, of a message of the assistant, not {weight!r}")
     for old, new in _OLD_FORMS.items():
-        if any(old in entry for entry in (row, *messages)):
+        if any(entry.get(old) is not None for entry in (row, *messages)):
             raise ValueError(f"`{old}` is of an older form of conversations: say `{new}`")
     if not any(message["role"] == ASSISTANT for message in messages):
         raise ValueError("none of `messages` is the assistant's, so that there is nothing to learn")

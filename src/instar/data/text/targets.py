@@ -33,9 +33,10 @@ class TokenTargets:
     context: int
     vocab_size: int
 
-    def check(self, sample: Mapping[str, Any]) -> None:
-        """Raise ValueError unless the sample has `inputs` and `targets`, integers [context] of the vocabulary;
-        a target may be IGNORED."""
+    def check(self, sample: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the sample with its `inputs` and `targets` as int64. Raises ValueError unless these are integers
+        [context] of the vocabulary; a target may be IGNORED."""
+        tokens = {}
         for name, lowest in (("inputs", 0), ("targets", IGNORED)):
             if name not in sample:
                 raise ValueError(f"there are no {name}")
@@ -52,6 +53,8 @@ class TokenTargets:
                 raise ValueError(
                     f"{name} have {wrong}; tokens are 0 to {self.vocab_size - 1}{no_target}"
                 )
+            tokens[name] = array.astype(np.int64, copy=False)
+        return {**sample, **tokens}
 
     def weights(self, columns: Columns) -> NDArray[np.float64]:
         """Return the targets of each sample, [samples]."""

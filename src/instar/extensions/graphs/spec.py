@@ -37,10 +37,11 @@ class NodeCounts:
 
     mask: str | None
 
-    def check(self, sample: Mapping[str, Any]) -> None:
-        """Raise ValueError unless the sample has what is counted."""
+    def check(self, sample: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the sample. Raises ValueError unless it has what is counted."""
         if (name := self.mask or "x") not in sample:
             raise ValueError(f"there is no {name}")
+        return sample
 
     def weights(self, columns: Columns) -> NDArray[np.float64]:
         """Return the nodes of each graph that count in the loss, [samples]."""
