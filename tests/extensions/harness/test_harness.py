@@ -19,7 +19,7 @@ import instar
 from instar.api import train
 from instar.cli.main import main
 from instar.data.text.tokenizer import load_saved_tokenizer, train_bpe
-from instar.extensions.harness.hook import Harness
+from instar.extensions.harness.hook import Harness, named_results
 from instar.extensions.harness.model import HarnessModel
 from instar.record.events import Train, read_events
 
@@ -160,3 +160,17 @@ def test_a_run_trains_as_without_the_hook(tmp_path: Path, monkeypatch: pytest.Mo
         events = read_events(Path(name) / "events.jsonl")
         losses.append([event.loss for event in events if isinstance(event, Train)])
     assert losses[0] == losses[1]
+
+
+def test_a_metric_of_several_filters_is_recorded_for_each() -> None:
+    values = {
+        "alias": "gsm8k",
+        "exact_match,strict-match": 0.1,
+        "exact_match,flexible-extract": 0.4,
+    }
+    values |= {"exact_match_stderr,strict-match": "N/A", "acc,none": 1, "sample_len": 8}
+    assert named_results({"gsm8k": values}) == {
+        "gsm8k/exact_match/strict-match": 0.1,
+        "gsm8k/exact_match/flexible-extract": 0.4,
+        "gsm8k/acc": 1.0,
+    }

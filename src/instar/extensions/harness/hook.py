@@ -92,12 +92,7 @@ class Harness:
             log_samples=False,
             **self._options,
         )
-        return {
-            f"{task}/{metric.partition(',')[0]}": float(value)
-            for task, values in results["results"].items()
-            for metric, value in values.items()
-            if isinstance(value, int | float) and "stderr" not in metric and metric != "sample_len"
-        }
+        return named_results(results["results"])
 
     def _manager(self) -> Any:
         """Return what finds tasks by name; reading its thousands of files takes ten seconds."""
@@ -109,3 +104,23 @@ class Harness:
                 include_path=self._include_path, include_defaults=by_name
             )
         return self._task_manager
+
+
+def named_results(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Return the numbers of the harness by `<task>/<metric>`, or `<task>/<metric>/<filter>` where a metric has
+    several filters.
+
+    Args:
+        results: of tasks, by `<metric>,<filter>`.
+    """
+    numbers = {}
+    for task, values in results.items():
+        metrics = {
+            key: float(value)
+            for key, value in values.items()
+            if isinstance(value, int | float) and "stderr" not in key and key != "sample_len"
+        }
+        names = [key.partition(",")[0] for key in metrics]
+        for name, (key, value) in zip(names, metrics.items(), strict=True):
+            numbers[f"{task}/{name if names.count(name) == 1 else key.replace(',', '/')}"] = value
+    return numbers
