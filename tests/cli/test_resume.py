@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,13 @@ import pytest
 from forks import Forks
 
 from instar.checkpoint.manifest import encode_manifest, read_manifest
+from instar.config.errors import ConfigError
 from instar.config.fields import values
 from instar.config.load import load_config
+from instar.record.rundir import RunDir
+from instar.run.load_config import load_run_config
+from instar.run.resume import Resume
+from instar.run.start.launch import preflight_launch
 
 Typed = Callable[..., str]
 
@@ -203,6 +209,21 @@ def test_samples_of_another_length_count_epochs_on(typed: Typed, place: Path) ->
     assert events(place / "run", "run_finished")[-1]["step"] in (3 * steps - 1, 3 * steps)
     typed("resume", "run", "--until", "3ep")
     assert events(place / "run", "run_finished")[-1]["step"] in (5 * steps - 2, 5 * steps)
+
+
+def test_more_ranks_than_the_first_batch_had_samples_go_on_with_the_present_one(
+    typed: Typed, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedule = "schedule=[{name: set_batch_size, value: 8, when: {at_step: 2}}]"
+    small = ("--set", "train.batch_size=2", "--set", schedule, *COURSE)
+    typed("train", "tiny.yaml", *small, "--set", "record.run_dir=run", "--until", "3it")
+    monkeypatch.chdir(place)
+    run = RunDir(Path("run"))
+    for ranks, is_refused in ((4, False), (9, True)):
+        loaded = load_run_config(str(run.config), resuming=True)
+        raises = pytest.raises(ConfigError, match="a global batch of 8 samples")
+        with raises if is_refused else nullcontext():
+            preflight_launch(loaded, ranks, Resume(run), print)
 
 
 def test_automatic_begins_a_run_and_then_goes_on_with_it(typed: Typed, place: Path) -> None:

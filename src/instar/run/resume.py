@@ -46,6 +46,7 @@ from instar.data.text.files import same_place
 from instar.record.imported import refuse_imported
 from instar.record.rundir import RunDir, check_folders
 from instar.schedule.operations import (
+    Change,
     History,
     effective,
     history_from_json,
@@ -110,6 +111,12 @@ class Continuation:
         """The operation that the resume appends to the history, if any."""
         after = {key: value for key, (_, value) in self.changes.items()}
         return override(after, self.origins) if after else None
+
+    @property
+    def settings(self) -> Settings:
+        """The settings with which the run goes on."""
+        now = () if self.operation is None else (Change(self.operation, 0, 0),)
+        return effective(self.began, (*self.history, *now))[1]
 
     def with_derived(self, config: RunConfig, derived_keys: Collection[str]) -> Continuation:
         """Return the continuation with the values of `config` for the open keys `derived_keys`."""

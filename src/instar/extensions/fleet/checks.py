@@ -181,8 +181,10 @@ def _dependency_problems(loaded_config: LoadedFleet) -> Iterator[ConfigProblem]:
             del unmet[name]
     if unmet:
         section = "services" if next(iter(unmet)) in spec.services else "jobs"
-        place = (section, next(iter(unmet)), "depends_on")
-        yield loaded_config.problem(place, f"circular dependency between {', '.join(unmet)}")
+        yield loaded_config.problem(
+            (section, next(iter(unmet)), "depends_on"),
+            f"circular dependency between {', '.join(unmet)}",
+        )
 
 
 def _combinations(loaded_config: LoadedFleet) -> Iterator[ConfigProblem]:

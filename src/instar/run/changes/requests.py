@@ -110,7 +110,7 @@ def _check_new_branch(state: RunState, entry: Entry) -> None:
     operations = [change.operation for change in effective_changes(state.history)]
     operations += [post.entry.operation for post in state.posted if post.entry is not entry]
     name = entry.operation.value
-    if name in (operation.value for operation in operations if operation.name == BRANCH):
+    if any((operation.name, operation.value) == (BRANCH, name) for operation in operations):
         raise ValueError(f"there is a branch {name} already, or it waits: choose another name")
 
 

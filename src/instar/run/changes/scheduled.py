@@ -102,10 +102,10 @@ def change_if_due(state: RunState, parts: Components) -> tuple[RunState, bool]:
 
 def _reevaluate(state: RunState, parts: Components) -> RunState:
     """Evaluate after an operation; what a stop request cuts short is due at the resume. A collective."""
-    due = replace(state, reevaluates_at=state.step)
-    after = evaluate_validation(due, parts, counts=False)
+    state = replace(state, reevaluates_at=state.step)
+    after = evaluate_validation(state, parts, counts=False)
     # of the same step there may be an evaluation before the operation
-    return due if after is due else replace(after, reevaluates_at=-1)
+    return state if after is state else replace(after, reevaluates_at=-1)
 
 
 def _next_due(

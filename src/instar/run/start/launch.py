@@ -51,10 +51,11 @@ def preflight_launch(
         devices: GPUs of the ranks; None: the config's.
     """
     resume = resume or automatic(loaded_config.config)
-    checkpoint = None
+    checkpoint, settings = None, None
     if resume is not None:
         checkpoint, _ = choose_checkpoint(resume, check=ranks > 1)
-        loaded_config = continuation(resume, loaded_config, checkpoint).loaded_config
+        resumed_run = continuation(resume, loaded_config, checkpoint)
+        loaded_config, settings = resumed_run.loaded_config, resumed_run.settings
     devices = loaded_config.config.parallel.devices if devices is None else devices
     if devices or loaded_config.config.device.startswith("cuda"):
         # before the data: tokenising may take hours
@@ -65,7 +66,7 @@ def preflight_launch(
     prepare_run_data(
         loaded_config, ranks, lambda text: None if text.startswith(NOTE) else say(text)
     )
-    preparation = preflight(loaded_config, ranks, new=resume is None)
+    preparation = preflight(loaded_config, ranks, new=resume is None, settings=settings)
     check_memory(loaded_config, preparation.forecast, loaded_config.config.device, ranks_here=ranks)
     if checkpoint is None:
         starting_weights(loaded_config, preparation.spec)

@@ -34,7 +34,7 @@ from instar.schedule.branches import branch_problems as schedule_problems
 from instar.schedule.checks import has_end, remarks
 from instar.schedule.forecast import Forecast, checked_forecast, decay_end
 from instar.schedule.memory import FORECAST_SHARE, in_force
-from instar.schedule.settings import CONTEXT
+from instar.schedule.settings import CONTEXT, Settings, initial_settings
 from instar.schedule.triggers import evaluates_at_start, operation
 from instar.tasks.task import Say, TaskSpec, spec_class
 
@@ -133,7 +133,12 @@ def prepare_run_data(loaded_config: Loaded, world_size: int, say: Callable[[str]
 
 
 def preflight(
-    loaded_config: Loaded, world_size: int, *, new: bool = True, assume: Say | None = None
+    loaded_config: Loaded,
+    world_size: int,
+    *,
+    new: bool = True,
+    assume: Say | None = None,
+    settings: Settings | None = None,
 ) -> Prepared:
     """Check a config against the data, the machine and the number of ranks.
 
@@ -143,6 +148,7 @@ def preflight(
         new: the run gets a new folder; False: it is resumed.
         assume: called with what a run would prepare and what is assumed of it, if the data set does
             not exist; None: it must exist (`prepare_data`).
+        settings: those with which a resumed run goes on; None: those of the config.
 
     Raises:
         ConfigError: lists all mistakes.
@@ -162,7 +168,7 @@ def preflight(
     if config.test.at_end and not assumptions:
         with _collecting(problems):
             spec.held_out("test", config.eval.context or config.context)
-    problems += _batch_problems(loaded_config, spec, world_size)
+    problems += _batch_problems(loaded_config, spec, world_size, settings)
     with _collecting(problems):
         _check_place(loaded_config, world_size)
     problems += sharding_problems(loaded_config, spec, world_size)
@@ -179,8 +185,7 @@ def preflight(
         problems += _epochs(loaded_config)
     if problems:
         raise ConfigError(*problems)
-    if not new:
-        # the schedule's progress is in the history, and is checked when the run is resumed
+    if not new:  # the schedule's progress is in the history, and is checked when the run is resumed
         without = config.model_copy(update={"schedule": ()})
         loaded_config = dataclasses.replace(loaded_config, config=without)
     forecast = checked_forecast(loaded_config, spec, world_size)
@@ -204,11 +209,12 @@ def _open_spec(
 
 
 def _batch_problems(
-    loaded_config: Loaded, spec: TaskSpec, world_size: int
+    loaded_config: Loaded, spec: TaskSpec, world_size: int, settings: Settings | None
 ) -> Iterator[ConfigProblem]:
     """Yield why a global batch has too few samples for the ranks, or too many for the data."""
     config = loaded_config.config
-    global_batch = config.train.batch_size * config.train.gradient_accumulation_steps
+    settings = settings or initial_settings(config)
+    global_batch = settings.global_batch
     if global_batch < world_size:
         yield loaded_config.problem(
             "train.batch_size",
@@ -216,7 +222,7 @@ def _batch_problems(
             "without any at every step",
             f"make batch_size × gradient_accumulation_steps at least {world_size}",
         )
-    samples = spec.samples(config.context)
+    samples = spec.samples(settings.context)
     if config.data.drop_last and samples is not None and samples < global_batch:
         yield loaded_config.problem(
             "data.drop_last",
