@@ -145,12 +145,13 @@ class GrowthSchedule:
             self.entries, self.history, partial(self._due, model, step, loss, bool(changes))
         ):
             entry, reason = due_now
+            operation = entry.operation
             change, growth = attempt_change(
-                Change(entry.operation, step, 0, entry.number, reason=reason),
+                Change(operation, step, 0, entry.number, reason=reason),
                 entry,
                 partial(
                     self._prepare,
-                    entry.operation,
+                    operation,
                     model,
                     optimizer,
                     peers,
@@ -161,21 +162,17 @@ class GrowthSchedule:
                 ),
             )
             if growth is None:
-                logger.warning(
-                    "%s is skipped: %s; the model is as before",
-                    entry.operation.name,
-                    change.skipped,
-                )
+                text = "%s is skipped: %s; the model is as before"
+                logger.warning(text, operation.name, change.skipped)
             else:
                 before = self._values(model)
                 self._swap(growth)
                 self._note_sizes(before, self._values(model))
                 self._parameters = _count(model)  # the next operation of this step may fail
             self.history = (*self.history, change)
+            self.pending = None
             changes.append(change)
         self._parameters = _count(model)
-        if changes:
-            self.pending = None
         return tuple(changes)
 
     def take_pending(self) -> float | None:
@@ -283,10 +280,12 @@ class GrowthSchedule:
         now = self._values(model) if len(sizes) > 1 else {"parameters": _count(model)}
         if not (odd := [name for name in sizes if now.get(name) != sizes[name]]):
             return ""
-        then, here = (
-            ", ".join(_worded(name, values.get(name)) for name in odd) for values in (sizes, now)
+        before, after = (
+            ", ".join(_size_text(name, values.get(name)) for name in odd) for values in (sizes, now)
         )
-        return f"after {len(self.history)} operations the model had {then}, and this one has {here}"
+        return (
+            f"after {len(self.history)} operations the model had {before}, and this one has {after}"
+        )
 
     def _swap(self, growth: PreparedGrowth) -> None:
         growth.swap_in()
@@ -316,7 +315,7 @@ def _count(model: Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _worded(name: str, value: Any) -> str:
+def _size_text(name: str, value: Any) -> str:
     return f"{value:,} parameters" if name == "parameters" else f"{name} {value}"
 
 

@@ -258,7 +258,7 @@ def _check_config(run: ResolvedRun, world: World) -> tuple[Loaded, Prepared]:
     """
     loaded_config, new = run.loaded_config, run.resume is None
     with raise_on_all_ranks(world, _CHECKING):
-        settings = run.continuation and run.continuation.settings
+        settings = None if run.continuation is None else run.continuation.settings
         prepared_run = preflight(loaded_config, world.size, new=new, settings=settings)
     # all ranks choose one strategy, by the smallest of their devices
     with_strategy = resolve_strategy(loaded_config, prepared_run, world)
