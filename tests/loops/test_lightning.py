@@ -24,6 +24,7 @@ pytestmark = [
 AT_A_LOSS = [{"name": "insert_layers", "value": 1, "when": {"loss_below": 100.0}}]
 
 
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")  # of the run that goes on elsewhere
 def test_lightning_grows_at_a_validation_loss_before_the_next_step(tmp_path: Path) -> None:
     """The checkpoint of the step is of the model that was evaluated, and a run that ends there grows when it goes on."""
     growth = LightningGrowth(AT_A_LOSS)
