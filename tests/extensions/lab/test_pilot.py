@@ -12,9 +12,11 @@ from msgspec import structs
 from instar.config.document import parse
 from instar.config.errors import ConfigError
 from instar.extensions.lab import short_runs
+from instar.extensions.lab.find import training
+from instar.extensions.lab.find.training import StepTime
 from instar.extensions.lab.pilot import run_pilot
 from instar.extensions.lab.pilot_file import read_pilot, write_json
-from instar.extensions.lab.short_runs import MeasuredConfig, ShortRunRequest
+from instar.extensions.lab.short_runs import MeasuredConfig, ShortRunRequest, prepare_measurement
 
 Measure = Callable[..., dict[str, dict[str, Any]]]
 COPY = "{name: stack_layers, value: 2, when: {at_fraction: 0.5}%s}"
@@ -49,6 +51,17 @@ def measure(place: Path, monkeypatch: pytest.MonkeyPatch) -> Measure:
         return dict(runs)
 
     return measured
+
+
+@pytest.mark.parametrize(("device", "parallel"), [("cpu", 1), ("cuda", 2)])
+def test_ranks_take_a_share_of_a_step_each_where_they_have_a_device_each(
+    place: Path, monkeypatch: pytest.MonkeyPatch, device: str, parallel: int
+) -> None:
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(training, "step_time", lambda *_: StepTime(4.0, 2.0, device))
+    request = ShortRunRequest("tiny.yaml", ["device=auto"], world_size=2)
+    seconds = prepare_measurement(request).seconds([], request.say)
+    assert seconds == (4.0 / parallel, 2.0 / parallel)
 
 
 def operations(run: dict[str, Any]) -> list[tuple[str, int]]:

@@ -102,7 +102,7 @@ class MeasuredConfig:
 
         time = step_time(self.load(settings), say)
         # ranks of one CPU share its cores
-        n_parallel = self.ranks if self.config.device.startswith("cuda") else 1
+        n_parallel = 1 if time.device == "cpu" else self.ranks
         return time.step / n_parallel, time.evaluation / n_parallel
 
 

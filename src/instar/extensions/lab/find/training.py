@@ -144,6 +144,8 @@ class StepTime:
 
     step: float
     evaluation: float
+    device: str
+    """cpu or cuda"""
 
 
 def step_time(loaded_config: Loaded, say: Callable[[str], None]) -> StepTime:
@@ -167,4 +169,5 @@ def step_time(loaded_config: Loaded, say: Callable[[str], None]) -> StepTime:
             times.append(time.perf_counter() - start)
         start = time.perf_counter()
         trainer.evaluate()
-        return StepTime(statistics.median(times), time.perf_counter() - start)
+        evaluation_s = time.perf_counter() - start
+        return StepTime(statistics.median(times), evaluation_s, world.device.type)
