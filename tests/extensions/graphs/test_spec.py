@@ -16,7 +16,7 @@ from instar.config.load import Loaded, load_config
 from instar.data.columns import Columns, Ragged
 from instar.extensions.graphs.arrays import write_arrays
 from instar.extensions.graphs.config import GraphConfig, GraphModelConfig
-from instar.extensions.graphs.shape import GraphShape, resolve_graph
+from instar.extensions.graphs.shape import GraphShape, flops_per_graph, resolve_graph
 from instar.extensions.graphs.spec import GraphSpec, NodeCounts
 
 SIZES = np.array([3, 4, 5, 6] * 10)
@@ -87,11 +87,24 @@ def test_one_graph_may_be_in_every_split_with_a_mask_of_each(
     assert train.weights(np.array([0])) == 3
     weights = [found.held_out(split, 1).weights(np.array([0])) for split in ("val", "test")]
     assert weights == [2, 1]
+    # the work is that of all six nodes, whether they count or not
+    assert found.weight(1) == 3
+    per_graph = flops_per_graph(found.architecture, 6, 4)
+    assert found.flops(found.architecture, 1) == round(per_graph / 3)
+    assert found.task(found.config).flops(3.0) == pytest.approx(per_graph)
+
+
+def test_graphs_of_one_size_may_be_stored_as_dense_arrays(tmp_path: Path) -> None:
+    dense = {"x": np.ones((40, 3, 2)), "edges": np.zeros((40, 1, 2), np.int64)}
+    write_arrays(tmp_path / "dense", [{**dense, "kind": np.arange(40) % 2}], {})
+    found = GraphSpec.open(config(tmp_path / "dense"), 1)
+    assert found.data.costs is not None
+    assert found.data.costs.tolist() == [3] * 40
 
 
 def test_heads_for_nodes_weigh_graphs_by_their_nodes(stored: Path) -> None:
     found = GraphSpec.open(config(stored, OF_NODES), 1)
-    assert (found.unit, found.weight(1)) == ("node", 4)
+    assert (found.unit, found.weight(1)) == ("node", 4.5)
     source, order = found.data.train(0)
     numbers = found.data.splits["train"][order.indices(0, 0, 5)]
     assert source.weights(order.indices(0, 0, 5)) == SIZES[numbers].sum()

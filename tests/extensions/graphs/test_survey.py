@@ -67,7 +67,7 @@ def survey(columns: Columns, model: GraphModelConfig = MODEL) -> GraphSurvey:
 
 
 def test_what_good_graphs_are_like() -> None:
-    assert survey(good()) == GraphSurvey(1, 0, mean_nodes=2.0, mean_edges=1.0)
+    assert survey(good()) == GraphSurvey(1, 0, mean_nodes=2.0, mean_edges=1.0, mean_counted=2.0)
     asked = MODEL.model_copy(update={"graph_features": True})
     assert survey(good(), asked).graph_features == 5
 
@@ -97,7 +97,7 @@ def test_features_of_edges_and_masks_are_checked() -> None:
 
 def test_graphs_of_one_size_may_come_as_dense_arrays() -> None:
     columns = good() | {"x": np.zeros((4, 3, 2)), "edges": np.zeros((4, 0, 2), dtype=np.int64)}
-    assert survey(columns) == GraphSurvey(2, 0, mean_nodes=3.0, mean_edges=0.0)
+    assert survey(columns) == GraphSurvey(2, 0, mean_nodes=3.0, mean_edges=0.0, mean_counted=3.0)
 
 
 NODES = GraphModelConfig(

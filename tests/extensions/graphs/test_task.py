@@ -98,7 +98,8 @@ def task_on(samples: Graphs, *heads: HeadConfig, **model: Any) -> GraphTask:
     sizes = {"n_layer": 2, "width": 8}
     config = GraphConfig(model=GraphModelConfig(**{**sizes, **model, "heads": heads}))
     x, edges = as_ragged(samples.columns["x"]), as_ragged(samples.columns["edges"])
-    survey = GraphSurvey(2, 2, float(x.sizes.mean()), float(edges.sizes.mean()))
+    nodes = float(x.sizes.mean())
+    survey = GraphSurvey(2, 2, nodes, float(edges.sizes.mean()), nodes)
     shape = resolve_graph(config.model, survey.features, survey.graph_features)
     return GraphSpec(config, shape, samples, survey).task(config)  # type: ignore[arg-type]
 
@@ -229,6 +230,19 @@ def test_further_metrics_of_heads_are_of_the_whole_set(
     assert found[f"{size}/pearson"] == pytest.approx(
         np.corrcoef(said[:, -1], truth)[0, 1], abs=1e-5
     )
+
+
+def test_classes_without_a_sign_may_be_masked() -> None:
+    role = as_ragged(TWELVE.columns["role"])
+    known = Ragged(as_ragged(TWELVE.columns["known"]).flat & (role.flat >= 0), role.offsets)
+    losses = []
+    for dtype in (np.int64, np.uint8):
+        columns = {"known": known, "role": Ragged(role.flat.astype(dtype), role.offsets)}
+        task = task_on(Graphs({**TWELVE.columns, **columns}), ROLE, mask="known")
+        whole = batch(task.spec.data)  # type: ignore[arg-type]
+        losses.append(task.measure(task.build(), whole).tallies["role/loss"])
+    torch.testing.assert_close(losses[0].values, losses[1].values)
+    assert torch.equal(losses[0].weights, losses[1].weights)
 
 
 def test_metrics_of_nodes_are_sums_over_each_graph() -> None:

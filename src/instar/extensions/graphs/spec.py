@@ -131,8 +131,8 @@ class GraphSpec(SampleSetSpec):
             "model.n_readout": self.architecture.readout,
         }
 
-    def weight(self, context: int) -> int:  # noqa: ARG002
-        return round(self.survey.mean_nodes) if self.unit == "node" else 1
+    def weight(self, context: int) -> float:  # noqa: ARG002
+        return self.survey.mean_counted if self.unit == "node" else 1
 
     def weight_remark(self, context: int) -> str:  # noqa: ARG002
         if self.unit != "node" or self.config.data.transform is None:
@@ -210,7 +210,9 @@ def _folder(config: GraphConfig) -> Path:
 def _nodes(source: Source) -> Int64Array:
     """Return the number of nodes of every graph."""
     if isinstance(source, Arrays):
-        return source.sizes("x")
+        if "x" in source.offsets:
+            return source.sizes("x")
+        return np.full(len(source), source.values["x"].shape[1])
     return as_ragged(source.read(np.arange(len(source)))["x"]).sizes
 
 

@@ -31,6 +31,8 @@ class GraphSurvey:
     graph_features: int
     mean_nodes: float
     mean_edges: float
+    mean_counted: float
+    """Nodes of a graph to train on that count in the loss, those in `model.mask`; without one `mean_nodes`."""
     edge_features: int = 0
 
 
@@ -48,6 +50,7 @@ def survey_graphs(
     """
     faults = _Faults()
     present = {head.name: np.zeros(head.classes or 0, dtype=np.bool_) for head in model.heads}
+    counted: list[Int64Array] = []
     samples = nodes = edges = features = graph_features = edge_features = 0
     for split, numbers in splits.items():
         begins = range(0, len(numbers), _READ_AT_ONCE)
@@ -63,7 +66,9 @@ def survey_graphs(
             if model.mask is not None:
                 masked = as_ragged(columns[model.mask])
                 _check_sizes(faults, chunk, model.mask, masked, x, "booleans", "node")
-                faults.note(chunk[true_counts(masked) == 0], model.mask, "is true of no node")
+                counts = true_counts(masked)
+                faults.note(chunk[counts == 0], model.mask, "is true of no node")
+                counted += [counts] * (split == "train")
             if model.edge_features:
                 of_edges = as_ragged(columns["edge_attr"])
                 _check_sizes(faults, chunk, "edge_attr", of_edges, pairs, "rows", "edge")
@@ -91,7 +96,11 @@ def survey_graphs(
         problems += _unlearnable(model.heads, present)
     if problems:
         raise ConfigError(*problems)
-    return GraphSurvey(features, graph_features, nodes / samples, edges / samples, edge_features)
+    mean_nodes, mean_edges = nodes / samples, edges / samples
+    mean_counted = float(np.concatenate(counted).mean()) if counted else mean_nodes
+    return GraphSurvey(
+        features, graph_features, mean_nodes, mean_edges, mean_counted, edge_features
+    )
 
 
 def true_counts(column: Ragged) -> Int64Array:

@@ -81,7 +81,7 @@ class GraphTask(Task):
                 right = (of_head.argmax(-1) == target).float()
                 values[f"{head.name}/loss"] = loss, is_counted
                 values[f"{head.name}/accuracy"] = right * is_counted, is_counted
-                pair = of_head[has_class].softmax(-1), target[has_class].long()
+                pair = of_head[has_class].softmax(-1), target[has_class]
             else:
                 predictions, actual = of_head.squeeze(-1), target.to(outputs.dtype)
                 values[f"{head.name}/mae"] = (predictions - actual).abs(), is_counted
@@ -128,7 +128,7 @@ class GraphTask(Task):
         return at_least_float32(outputs)
 
     def flops(self, weight: float) -> float:
-        graphs = weight / self.spec.survey.mean_nodes if self.spec.unit == "node" else weight
+        graphs = weight / self.spec.weight(self.context)
         return graphs * self.spec.flops_per_graph(self.architecture)
 
     def _heads(self, outputs: Tensor, batch: Batch) -> Iterator[tuple[HeadConfig, Tensor, Tensor]]:
@@ -141,8 +141,10 @@ class GraphTask(Task):
             target = batch[head.column]
             if self.architecture.level == "node":
                 target = _ragged_column(batch, head.column)[0]
-            if mask is not None and head.kind == "classification":
-                target = target.masked_fill(~mask, NO_CLASS)
+            if head.kind == "classification":
+                # numbers without a sign have no NO_CLASS
+                target = target.long()
+                target = target if mask is None else target.masked_fill(~mask, NO_CLASS)
             elif mask is not None:
                 target = torch.where(mask, target.to(outputs.dtype), of_head.squeeze(-1).detach())
             yield head, of_head, target
@@ -177,7 +179,7 @@ def _set_metric(name: HeadMetric, classes: int) -> object:
 def _loss(head: HeadConfig, of_head: Tensor, target: Tensor) -> Tensor:
     """Return the loss per unit, [units]; 0 without a target."""
     if head.kind == "classification":
-        return F.cross_entropy(of_head, target.long(), ignore_index=NO_CLASS, reduction="none")
+        return F.cross_entropy(of_head, target, ignore_index=NO_CLASS, reduction="none")
     return F.mse_loss(of_head.squeeze(-1), target.to(of_head.dtype), reduction="none")
 
 
