@@ -53,6 +53,7 @@ from instar.schedule.triggers import (
 
 logger = logging.getLogger(__name__)
 
+_SKIPPED = "%s is skipped: %s; the model is as before"
 HISTORY = "growth.json"
 """Beside the states of `Accelerator.save_state`."""
 
@@ -162,8 +163,7 @@ class GrowthSchedule:
                 ),
             )
             if growth is None:
-                text = "%s is skipped: %s; the model is as before"
-                logger.warning(text, operation.name, change.skipped)
+                logger.warning(_SKIPPED, operation.name, change.skipped)
             else:
                 before = self._values(model)
                 self._swap(growth)

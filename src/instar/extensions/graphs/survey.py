@@ -71,11 +71,7 @@ def survey_graphs(
                 counted += [counts] * (split == "train")
             if model.edge_features:
                 of_edges = as_ragged(columns["edge_attr"])
-                _check_sizes(faults, chunk, "edge_attr", of_edges, pairs, "rows", "edge")
-                infinite = ~np.isfinite(of_edges.flat).all(1)
-                faults.note(
-                    np.repeat(chunk, of_edges.sizes)[infinite], "edge_attr", "is not finite"
-                )
+                _check_edge_features(faults, chunk, of_edges, pairs)
                 edge_features = of_edges.values.shape[1]
             for head in model.heads:
                 target, sample_of = _targets(faults, head, columns[head.column], x, chunk)
@@ -101,6 +97,14 @@ def survey_graphs(
     return GraphSurvey(
         features, graph_features, mean_nodes, mean_edges, mean_counted, edge_features
     )
+
+
+def _check_edge_features(
+    faults: _Faults, chunk: Int64Array, features: Ragged, edges: Ragged
+) -> None:
+    _check_sizes(faults, chunk, "edge_attr", features, edges, "rows", "edge")
+    infinite = ~np.isfinite(features.flat).all(1)
+    faults.note(np.repeat(chunk, features.sizes)[infinite], "edge_attr", "is not finite")
 
 
 def true_counts(column: Ragged) -> Int64Array:
