@@ -144,7 +144,9 @@ def test_a_file_of_a_checkpoint_that_is_no_file_is_a_fault(
 def test_tensors_are_same_changed_or_only_in_one(tmp_path: Path) -> None:
     shared = torch.tensor([3.0, 4.0])
     a = {"same": shared, "moved": shared, "only_a": shared, "wider": torch.ones(2, 3)}
+    a |= {"turned": torch.ones(2, dtype=torch.complex64)}
     b = {"same": shared, "moved": torch.tensor([3.0, 4.5]), "wider": torch.ones(2, 4)}
+    b |= {"turned": torch.ones(2) + 1j}
     b |= {"only_b": shared}
     files = compare_tensors(save(tmp_path / "a", a), save(tmp_path / "b", b))
     assert list(files) == ["model.safetensors"]
@@ -155,8 +157,10 @@ def test_tensors_are_same_changed_or_only_in_one(tmp_path: Path) -> None:
         "moved": "changed",
         "only_a": "only_a",
         "wider": "changed",
+        "turned": "changed",
         "only_b": "only_b",
     }
+    assert (found["turned"].max_abs, found["turned"].relative_l2) == (1.0, 1.0)
     assert found["moved"].max_abs == 0.5
     assert found["moved"].relative_l2 == pytest.approx(0.1)
     assert (found["wider"].max_abs, found["wider"].relative_l2) == (None, None)

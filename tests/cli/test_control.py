@@ -15,7 +15,9 @@ from cases import shortened
 from forks import INSTAR, Child, Forks
 from tiny_run import codes, events, said
 
+from instar.api.control import preview_operation
 from instar.cli import control
+from instar.record.rundir import RunDir
 
 Instar = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -107,12 +109,19 @@ def applied(instar: Instar, *words: str, code: int = 0) -> subprocess.CompletedP
     return instar("control", "run", *words, code=code)
 
 
-def test_a_run_is_asked_for_operations(under_way: Child, instar: Instar, place: Path) -> None:
+def test_a_run_is_asked_for_operations(
+    under_way: Child, instar: Instar, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     preview = applied(instar, "apply", "widen_mlp=x2", "--dry-run")
     assert "operation   widen_mlp x2 (exact)" in preview.stdout
     assert "weights" in preview.stdout
     assert "nothing was asked for" in preview.stderr
     assert not (place / "run" / "control").exists()
+    # its data are named from the folder that it was started in
+    monkeypatch.chdir(place.parent)
+    shape = preview_operation(RunDir(place / "run"), {"name": "widen_mlp", "value": "x2"})
+    assert shape.after != shape.before
+    monkeypatch.undo()
 
     said = applied(instar, "apply", "change_lr=0.5").stdout
     assert re.search(r"^\d+ +SET +change_lr .*\(asked for by ", said), said

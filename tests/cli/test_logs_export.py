@@ -113,6 +113,16 @@ def test_several_runs_take_a_file_each(instar: Instar, run: Path) -> None:
     ).read_bytes()
 
 
+def test_runs_in_folders_of_one_name_replace_no_file(instar: Instar, run: Path) -> None:
+    for name in "ab":
+        record(run.parent / name / "demo-xy4ef", 0)
+    runs = [str(run.parent / name / "demo-xy4ef") for name in "ab"]
+    for to in ("csv", "tensorboard"):
+        refused = instar("logs", "export", *runs, "--to", to, "-o", "tables", code=2)
+        assert "several runs have folders named demo-xy4ef" in refused.stderr
+    assert not (run.parents[1] / "tables").exists()
+
+
 @shortened("tool", TOOLS, first=1)
 def test_a_run_is_replayed_into_a_tool(instar: Instar, run: Path, tool: str) -> None:
     place = run.parents[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +31,7 @@ from instar.record.events import Asked, OperationEvent, RunStarted
 from instar.record.imported import refuse_imported
 from instar.record.lock import lock_owner
 from instar.record.rundir import RunDir
+from instar.record.start_folder import begun_in
 from instar.run.load_config import load_run_config
 from instar.run.resume import began_with
 from instar.schedule.forecast import Stage, forecast_change
@@ -121,14 +123,14 @@ def preview_operation(run: RunDir, content: Mapping[str, Any]) -> Preview:
     """
     from instar.run.start.preflight import preflight  # opens the data
 
-    manifest = _latest(run)
-    loaded_config = load_run_config(str(run.config), resuming=True)
-    world_size = _world_size(run)
+    run, base, overrides = begun_in(run, ())
+    manifest, world_size = _latest(run), _world_size(run)
     try:
-        entry = entry_of(
-            None, ScheduledOperation.model_validate(normalize(content, loaded_config.config))
-        )
-        spec = preflight(loaded_config, world_size, new=False).spec
+        with chdir(base):
+            loaded_config = load_run_config(str(run.config), overrides, resuming=True)
+            spec = preflight(loaded_config, world_size, new=False).spec
+        operation = ScheduledOperation.model_validate(normalize(content, loaded_config.config))
+        entry = entry_of(None, operation)
         history = history_from_json(manifest.history if manifest is not None else ())
         state = fold_history(
             initial_state(loaded_config.config, spec.architecture, spec.facts), history

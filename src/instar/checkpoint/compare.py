@@ -152,7 +152,8 @@ def _compare(
     in_bytes = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b))
     if entry_a.dtype == entry_b.dtype and torch.equal(*in_bytes):
         return Difference(name, "same", entry_a, entry_b, 0.0, 0.0)
-    a, b = a.to(torch.float64), b.to(torch.float64)
+    kind = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    a, b = a.to(kind), b.to(kind)
     difference = b - a
     return Difference(
         name,

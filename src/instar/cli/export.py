@@ -9,6 +9,7 @@ import json
 import os
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -114,6 +115,8 @@ def export_runs(
     """Send records to a tracker, or write them as tables."""
 
     run_dirs = selected_runs(runs)
+    if output is not None and to in (*_WRITERS, "tensorboard"):
+        _check_names(run_dirs)
     write = (
         _tracker_writer(to, output) if to in TRACKERS else _table_writer(to, output, len(run_dirs))
     )
@@ -137,6 +140,17 @@ def export_runs(
                 command = f"MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri {store}"
                 click.echo(f"open it with: {command}", err=True)
     return report_faults(read.faults)
+
+
+def _check_names(runs: Sequence[RunDir]) -> None:
+    """Raise ConfigError if what is written of two runs would have one name."""
+    names = Counter(run.path.absolute().name for run in runs)
+    if repeated := [name for name, count in names.items() if count > 1]:
+        raise ConfigError.of(
+            f"several runs have folders named {', '.join(repeated)}, and would be written to one place",
+            "-o",
+            "export them one at a time, each to a folder of its own",
+        )
 
 
 def _last_steps(record: RunRecord, with_superseded: bool) -> dict[int, int]:

@@ -227,6 +227,17 @@ def test_a_state_that_is_none_is_refused(
     assert said in refused(capsys, "trainer_state.json")
 
 
+def test_a_record_without_a_number_leaves_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    """As of a run that ended before its first line."""
+    for name, text in (("a", CSV), ("b", "epoch,step,train_loss,val_loss\n"), ("c", CSV)):
+        Path(name).mkdir()
+        Path(name, "metrics.csv").write_text(text)
+    assert main(["logs", "import", "a", "b", "c"]) == 0
+    said = capsys.readouterr()
+    assert len(said.out.split()) == 2
+    assert "b/metrics.csv has no number at a step: left out" in said.err
+
+
 def test_what_is_too_large_is_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,7 +43,15 @@ def import_records(
     as imported; they have no model, so that none can be resumed.
     """
     runs = []
-    for run in import_runs(paths, RUNS, to=to, format_name=format_name, loss=loss, val=val):
+    for run in import_runs(
+        paths,
+        RUNS,
+        to=to,
+        format_name=format_name,
+        loss=loss,
+        val=val,
+        say=lambda text: click.echo(text, err=True),
+    ):
         runs.append(run)
         click.echo(f"{run.path}: {run.origin}: {run.naming.text()}", err=True)
         for note in run.notes:

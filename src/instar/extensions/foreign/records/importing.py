@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from instar.config.errors import ConfigError, shorten_text
-from instar.extensions.foreign.records.convert import run_events
+from instar.extensions.foreign.records.convert import Curves, run_events
 from instar.extensions.foreign.records.formats import FORMATS, find_records
 from instar.extensions.foreign.records.names import Naming, name_metrics
 from instar.extensions.foreign.records.table import RecordTable
@@ -58,17 +58,19 @@ def import_runs(
     format_name: str | None = None,
     loss: str | None = None,
     val: str | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[ImportedRun]:
-    """Make a run of each run in the records at these paths, and yield it.
+    """Make a run of each run in the records at these paths, and yield it. One without numbers is left out.
 
     Args:
         out_dir: where runs are made, named after their sources.
         to: the folder of the one run there is, in place of that.
         format_name: of `FORMATS`; None: recognised by the contents.
         loss, val: metrics that are the losses, if not by their names.
+        say: told what is left out.
 
     Raises:
-        ConfigError: a record is not recognised or cannot be read, has no such metric or none at all, or
+        ConfigError: a record is not recognised or cannot be read, has no such metric, none has a number, or
             there are several runs for one folder.
         WriteError: a folder is not new, or cannot be written.
     """
@@ -89,12 +91,18 @@ def import_runs(
         if len(tables) > 1:
             hint = f"leave it out: each has a folder of its own in {out_dir} then"
             raise ConfigError.of("it is the folder of one run, and there are several", "--to", hint)
-    is_empty = True
+    is_empty, error = True, ConfigError.of(f"there is no run in {', '.join(map(str, paths))}")
     for record, table in tables:
-        yield _import_run(table, record, to or _new_folder(table.name, out_dir), loss, val)
-        is_empty = False
+        if curves := table.curves():
+            folder = to or _new_folder(table.name, out_dir)
+            yield _import_run(table, curves, record, folder, loss, val)
+            is_empty = False
+        else:  # it ended before its first number, and is no reason to leave out the others
+            text = f"{record} has no number at a step"
+            say(f"{text}: left out")
+            error = ConfigError.of(text, hint=" and ".join(table.notes()))
     if is_empty:
-        raise ConfigError.of(f"there is no run in {', '.join(map(str, paths))}")
+        raise error
 
 
 def _new_folder(name: str, out_dir: Path) -> Path:
@@ -106,11 +114,13 @@ def _new_folder(name: str, out_dir: Path) -> Path:
 
 
 def _import_run(
-    table: RecordTable, source: Path, folder: Path, loss: str | None, val: str | None
+    table: RecordTable,
+    curves: Curves,
+    source: Path,
+    folder: Path,
+    loss: str | None,
+    val: str | None,
 ) -> ImportedRun:
-    curves = table.curves()
-    if not curves:
-        raise ConfigError.of(f"{source} has no number at a step", hint=" and ".join(table.notes()))
     naming = name_metrics(curves, table.tool, loss, val)
     table.config = dict(flat_config(table.config))
     if len(json.dumps(table.config)) > MAX_CONFIG_BYTES:
