@@ -42,6 +42,12 @@ def test_lightning_grows_at_a_validation_loss_before_the_next_step(tmp_path: Pat
     assert again.schedule.pending is None
 
 
+def test_a_monitor_that_no_validation_has_is_refused(tmp_path: Path) -> None:
+    growth = LightningGrowth(AT_A_LOSS, monitor="valloss")
+    with pytest.raises(GrowthError, match=r"insert_layers waits for valloss, and .* val_loss"):
+        fit(tmp_path, growth, limit_val_batches=1, check_val_every_n_epoch=4)
+
+
 def test_growth_waits_for_the_gradients_that_accumulate() -> None:
     """Validations come after 2 of 4 batches: the gradients of an update are those of a run that does not grow."""
     norms: list[list[float]] = []

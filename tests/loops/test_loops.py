@@ -18,6 +18,7 @@ from instar.config.errors import ConfigError
 from instar.growth import GrowthError
 from instar.growth.live.grow import LiveGrowth
 from instar.loops import GrowthSchedule, TrainerGrowth, resume_across_growth
+from instar.loops.schedule import schedule_text
 
 AT_A_LOSS = [{"name": "insert_layers", "value": 1, "when": {"loss_below": 100.0}}]
 
@@ -36,6 +37,34 @@ def test_trainer_grows_at_a_validation_loss_before_the_next_step(tmp_path: Path)
     trainer = of_trainer(saved, tmp_path, resumed, eval_strategy="steps", eval_steps=9)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert resumed.schedule.history == growth.schedule.history
+
+
+def test_a_loss_that_no_evaluation_has_is_refused_at_the_first(tmp_path: Path) -> None:
+    growth = TrainerGrowth(AT_A_LOSS, metric="los")
+    trainer = of_trainer(fresh(), tmp_path, growth, eval_strategy="steps", eval_steps=2)
+    with pytest.raises(GrowthError, match=r"insert_layers waits for eval_los, and .* eval_loss"):
+        trainer.train()
+    named = TrainerGrowth(AT_A_LOSS, metric="a_loss")
+    trainer = of_trainer(fresh(), tmp_path / "named", named, eval_strategy="steps", eval_steps=4)
+    trainer.eval_dataset = dict.fromkeys("ab", trainer.eval_dataset)
+    trainer.train()
+    assert len(named.schedule.history) == 1
+
+
+def test_a_schedule_is_named_by_any_path(tmp_path: Path) -> None:
+    """Also one with a character that begins a comment in YAML; a state has it as text."""
+    folder = tmp_path / "my #1: schedules"
+    folder.mkdir()
+    file = folder / "grow.yaml"
+    file.write_text("[{name: insert_layers, value: 1, when: {at_step: 4}}]")
+    for path in (file, str(file)):
+        growth = TrainerGrowth(path)
+        assert [entry.operation.name for entry in growth.schedule.entries] == ["insert_layers"]
+        assert growth.state()["args"]["schedule"] == str(file)
+    vocabulary = {"name": "resize_vocab", "value": 9, "tokenizer": tmp_path, "when": {"at_step": 1}}
+    assert json.loads(schedule_text([vocabulary]))[0]["tokenizer"] == str(tmp_path)
+    with pytest.raises(GrowthError, match="JSON values"):
+        GrowthSchedule([{"name": "insert_layers", "value": {1}, "when": {"at_step": 4}}])
 
 
 def test_an_evaluation_after_training_does_not_grow_the_model(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch.nn import Module
 
 from instar.growth.live.build import renew
 from instar.growth.plan import GrowthError
-from instar.loops.schedule import GrowthSchedule
+from instar.loops.schedule import GrowthSchedule, Schedule
 
 
 class LightningGrowth(Callback):
@@ -32,7 +32,7 @@ class LightningGrowth(Callback):
 
     def __init__(
         self,
-        schedule: Any,
+        schedule: Schedule,
         *,
         model: str = "model",
         monitor: str = "val_loss",
@@ -75,8 +75,10 @@ class LightningGrowth(Callback):
             self._step(trainer, pl_module, loss)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        loss = trainer.callback_metrics.get(self._monitor)
-        if trainer.sanity_checking or loss is None or trainer.state.fn != "fit":
+        if trainer.sanity_checking or trainer.state.fn != "fit":
+            return
+        self.schedule.check_metric(self._monitor, trainer.callback_metrics)
+        if (loss := trainer.callback_metrics.get(self._monitor)) is None:
             return
         # a metric that is not synchronised differs between processes; a checkpoint that is saved now is labelled with
         # it, and must be of the model that was evaluated

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -47,6 +48,7 @@ from instar.schedule.triggers import (
     Trigger,
     due,
     last_step,
+    remaining,
     schedule_entries,
     too_large,
 )
@@ -59,6 +61,23 @@ HISTORY = "growth.json"
 
 Sizes = Mapping[str, tuple[Any, Any]]
 """What operations changed of a shape, by its names: the value in a new run, and the last."""
+
+
+Schedule = str | Path | Sequence[Mapping[str, Any]]
+"""Path of a schedule file, or its entries."""
+
+
+def schedule_text(schedule: Schedule) -> str:
+    """Return a schedule as JSON.
+
+    Raises:
+        GrowthError: an entry holds what no file of a schedule could.
+    """
+    try:
+        entries = str(schedule) if isinstance(schedule, str | Path) else [*map(dict, schedule)]
+        return json.dumps(entries, default=os.fspath)
+    except (TypeError, ValueError) as error:
+        raise GrowthError(f"the entries of a schedule are JSON values: {error}") from None
 
 
 class GrowthSchedule:
@@ -83,7 +102,7 @@ class GrowthSchedule:
 
     def __init__(
         self,
-        schedule: str | Path | Sequence[Mapping[str, Any]],
+        schedule: Schedule,
         *,
         steps: int | None = None,
         tokens_per_step: int = 0,
@@ -91,11 +110,7 @@ class GrowthSchedule:
         shape: Growable | None = None,
         build: Build | None = None,
     ) -> None:
-        text = (
-            str(schedule)
-            if isinstance(schedule, str | Path)
-            else json.dumps([*map(dict, schedule)])
-        )
+        text = schedule_text(schedule)
         budget = [] if steps is None else [f"train.until=[{steps}it]"]
         loaded_config = load_config(
             None, [f"schedule={text}", *budget], (mistakes,), translate=translate
@@ -174,6 +189,14 @@ class GrowthSchedule:
             changes.append(change)
         self._parameters = _count(model)
         return tuple(changes)
+
+    def check_metric(self, name: str, metrics: Iterable[str]) -> None:
+        """Raise GrowthError if an evaluation has no metric of this name, and an operation can only fire at its value."""
+        waits = [entry for entry in remaining(self.entries, self.history) if entry.at_evaluations]
+        if name not in metrics and any(not isinstance(entry.trigger, AnyOf) for entry in waits):
+            raise GrowthError(
+                f"{waits[0].operation.name} waits for {name}, and evaluations have {', '.join(metrics) or 'no metrics'}"
+            )
 
     def take_pending(self) -> float | None:
         loss, self.pending = self.pending, None

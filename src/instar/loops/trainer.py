@@ -16,14 +16,14 @@ from transformers.training_args import ParallelMode
 
 from instar.config.files import read_regular
 from instar.growth.plan import GrowthError
-from instar.loops.schedule import GrowthSchedule
+from instar.loops.schedule import GrowthSchedule, Schedule, schedule_text
 
 logger = logging.getLogger(__name__)
 
 
 class TrainerGrowth(TrainerCallback, ExportableState):
-    """Grow the model of a `Trainer` when the triggers of a schedule fire; the loss is `eval_loss`, at which the model
-    grows before the next step.
+    """Grow the model of a `Trainer` when the triggers of a schedule fire; at a loss the
+    model grows before the next step.
 
     A checkpoint's `config.json` has the grown config, and `trainer_state.json` the history. To resume::
 
@@ -39,19 +39,24 @@ class TrainerGrowth(TrainerCallback, ExportableState):
         probe: see `instar.growth.grow`.
         wrapped: returns the trainer's `model_wrapped`, which several processes need:
             ``TrainerGrowth(..., wrapped=lambda: trainer.model_wrapped)``.
+        metric: that is the validation loss, as in `metric_for_best_model`.
     """
 
     def __init__(
         self,
-        schedule: Any,
+        schedule: Schedule,
         *,
         seed: int = 0,
         probe: Any = None,
         wrapped: Callable[[], Module] | None = None,
+        metric: str = "eval_loss",
     ) -> None:
-        source = str(schedule) if isinstance(schedule, Path) else schedule
         self._wrapped_model = wrapped
-        self._arguments, self._probe = {"schedule": source, "seed": seed}, probe
+        # what `trainer_state.json` can hold
+        self._arguments = {"schedule": json.loads(schedule_text(schedule)), "seed": seed}
+        self._metric = metric if metric.startswith("eval_") else f"eval_{metric}"
+        self._metrics: set[str] = set()
+        self._probe = probe
         # the length of the run is known when it begins
         self.schedule = GrowthSchedule(schedule, seed=seed, steps=1)
         self._trains = False
@@ -73,11 +78,16 @@ class TrainerGrowth(TrainerCallback, ExportableState):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # the trainer labels a checkpoint of this step with this loss: it must be of the model that was evaluated
-        loss = (kwargs.get("metrics") or {}).get("eval_loss")
-        if loss is not None and self._trains:
-            self.schedule.pending = float(loss)
+        metrics = kwargs.get("metrics") or {}
+        if self._trains:
+            self._metrics |= metrics.keys()
+            if (loss := metrics.get(self._metric)) is not None:
+                self.schedule.pending = float(loss)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._metrics:  # of all data sets that are evaluated
+            self.schedule.check_metric(self._metric, sorted(self._metrics))
+            self._metrics = set()
         if (loss := self.schedule.take_pending()) is not None:
             self._step(args, state, kwargs, loss)
 
