@@ -135,6 +135,16 @@ def test_what_fails_is_skipped_as_in_a_run(
     assert change.skipped == (str(error) or "MemoryError")
 
 
+def test_what_needs_another_class_is_skipped_as_in_a_run() -> None:
+    """A Llama becomes no Mixtral in place."""
+    model = fresh()
+    entry = {"name": "upcycle", "value": 4, "num_experts_per_tok": 2, "when": {"at_step": 1}}
+    with pytest.raises(GrowthError, match="LlamaForCausalLM cannot become a MixtralForCausalLM"):
+        GrowthSchedule([entry]).step(model, 1)
+    (change,) = GrowthSchedule([{**entry, "on_failure": "skip"}]).step(model, 1)
+    assert "cannot become" in change.skipped
+
+
 def test_a_state_holds_what_was_done_before_an_operation_failed() -> None:
     entries = [{"name": "widen_mlp", "value": value, "when": {"at_step": 2}} for value in ("x2", 8)]
     schedule, model = GrowthSchedule(entries), fresh()

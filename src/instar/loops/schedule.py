@@ -331,7 +331,10 @@ class GrowthSchedule:
             seed=self.seed,
             **settings,
         )
-        return prepare_with(peers, model, request)
+        growth = prepare_with(peers, model, request)
+        if growth.refusal:  # here, where an entry may be skipped
+            raise GrowthError(growth.refusal)
+        return growth
 
 
 def _count(model: Module) -> int:

@@ -65,9 +65,17 @@ class PreparedGrowth:
     model: Module
     """the grown model, without wrappers"""
     _commit: Callable[[], Module]
+    refusal: str = ""
+    """why the old module cannot become it; empty: it can"""
 
     def swap_in(self) -> Module:
-        """Make the old module the grown model, and its optimizer and moving average those of it."""
+        """Make the old module the grown model, and its optimizer and moving average those of it.
+
+        Raises:
+            GrowthError: `refusal`.
+        """
+        if self.refusal:
+            raise GrowthError(self.refusal)
         return self._commit()
 
 
@@ -158,19 +166,26 @@ def prepare_with(peers: Peers, model: Module, request: GrowthRequest) -> Prepare
     if growth.proof is not None:
         logger.info("%s: %s", name, growth.proof)
 
+    old_class, new_class = type(growing.old.module), type(module)
+    refusal = (
+        f"{name}: a {old_class.__name__} cannot become a {new_class.__name__} in place; "
+        f"prepare(model, {name!r}, …).model is a new one, for a new optimizer"
+    )
+
     def commit() -> Module:
-        if type(module) is not type(growing.old.module):
-            raise GrowthError(
-                f"{name}: a {type(growing.old.module).__name__} cannot become a {type(module).__name__} in place; "
-                f"prepare(model, {name!r}, …).model is a new one, for a new optimizer"
-            )
         growth.commit()
         if request.wrap is None:
             renew(model)
         return model if request.wrap is None else module
 
     return PreparedGrowth(
-        request.operation, growing.new.shape, step.plan, growth.proof, module, commit
+        request.operation,
+        growing.new.shape,
+        step.plan,
+        growth.proof,
+        module,
+        commit,
+        "" if old_class is new_class else refusal,
     )
 
 
