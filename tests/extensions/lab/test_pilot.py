@@ -35,7 +35,8 @@ def measure(place: Path, monkeypatch: pytest.MonkeyPatch) -> Measure:
         values = {key: parse(text, key, ())[0].data for key, text in settings.items()}
         folder = Path(values["record.run_dir"])
         trained.append(folder)
-        runs[folder.name.split("-")[3]] = {**values, "folder": folder.name}
+        (arm,) = {"final", "grown", "small"} & {*folder.name.split("-")}
+        runs[arm] = {**values, "folder": folder.name}
         return folder
 
     monkeypatch.setattr(MeasuredConfig, "seconds", lambda *_: (0.01, 0.01))

@@ -232,8 +232,8 @@ class DeltaWriter:
             self._last = link.file
             entries = {name: to_bits(tensor).entry for name, tensor in tensors.items()}
             with lock_chain(self.folder):
+                earlier = None if before is None else _own_changes(before)
                 if (now := _own_changes(link.file)) is not None:
-                    earlier = None if before is None else _own_changes(before)
                     statistics = link_statistics(now, entries, earlier)
         self._finished_links.put(Written(link, seconds, copy.stall_s, statistics))
 
