@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from grown_loops import SCHEDULE, fresh, of_trainer
 from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from instar.config.errors import ConfigError
 from instar.growth import GrowthError
@@ -137,7 +137,8 @@ def test_what_fails_is_skipped_as_in_a_run(
 
 def test_what_needs_another_class_is_skipped_as_in_a_run() -> None:
     """A Llama becomes no Mixtral in place."""
-    model = fresh()
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=2, **sizes))
     entry = {"name": "upcycle", "value": 4, "num_experts_per_tok": 2, "when": {"at_step": 1}}
     with pytest.raises(GrowthError, match="LlamaForCausalLM cannot become a MixtralForCausalLM"):
         GrowthSchedule([entry]).step(model, 1)
