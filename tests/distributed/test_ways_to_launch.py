@@ -64,7 +64,7 @@ from instar.api import launch, train
 for number in (1, 2):
     train("tiny.yaml", [f"record.run_dir={sys.argv[1]}-{number}", f"seed={number}"])
 """
-LINE = r"\[RANK {rank}\] \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d (INFO|WARNING): "
+LINE = r"\[RANK {rank}\] \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d{{4}} (INFO|WARNING): "
 LIMIT_S = 120
 
 

@@ -517,7 +517,7 @@ class LeavesLater(Halves):
         return super().loss(model, batch)
 
 
-_left = [40]
+_left = [150]
 
 
 def leave(sample: dict[str, Any], generator: np.random.Generator) -> Any:
