@@ -193,6 +193,8 @@ def test_skips_in_a_row_are_told_once() -> None:
     skips: list[Event] = [Skip(step=step, consecutive=step) for step in range(1, 8)]
     (alert,) = raised(skips)
     assert (alert.name, alert.step) == ("nan_skips", 3)
+    # the words of docs/troubleshooting.md
+    assert "3 steps in a row were skipped: their gradients were not finite" in alert.message
     assert len(raised([*skips, *skips])) == 2
 
 
@@ -200,7 +202,7 @@ def test_single_skips_are_told_each_where_one_is_enough() -> None:
     skips: list[Event] = [Skip(step=step, consecutive=1) for step in (5, 35, 45)]
     alerts = raised(skips, AlertsConfig(nan_skips=1))
     assert [alert.message for alert in alerts] == [
-        f"step {step}: a step was skipped: gradients were not finite" for step in (5, 35, 45)
+        f"step {step}: a step was skipped: its gradients were not finite" for step in (5, 35, 45)
     ]
 
 

@@ -107,8 +107,9 @@ class Rules:
         self._skips = consecutive
         if max_skips is None or consecutive < max_skips or was_told:
             return ""
-        steps = "a step was" if consecutive == 1 else f"{consecutive} steps in a row were"
-        return f"{steps} skipped: gradients were not finite"
+        if consecutive == 1:
+            return "a step was skipped: its gradients were not finite"
+        return f"{consecutive} steps in a row were skipped: their gradients were not finite"
 
 
 def _alert(event: Placed, name: str, message: str) -> Alert:
