@@ -101,6 +101,23 @@ def test_a_path_that_leads_somewhere_from_the_file_alone_is_told_with_that_folde
     )
 
 
+def test_a_source_of_a_mixture_is_told_with_the_folder_that_has_it(
+    typed: Typed, run: Path, place: Path
+) -> None:
+    del run
+    config = place / "project" / "mixed.yaml"
+    text = (place / "project" / "tiny.yaml").read_text()
+    text = text.replace("source: squares.txt", "mixture: [{source: squares.txt, weight: 1}]")
+    config.write_text(text.replace("tokenizer: char", "tokenizer: byte"))
+    assert "mixture" in config.read_text()
+    for words in (("train", config), ("train", config, "--dry-run")):
+        said = typed(*words, code=2)
+        assert f"squares.txt is in {config.parent}, and relative paths begin in {place}" in said
+        assert "mixed.yaml:" in said
+    said = typed("train", config, "--set", "data.mixture=[{source: nothing.txt, weight: 1}]", code=2)
+    assert "data.mixture[0].source: there is no file or folder nothing.txt" in said
+
+
 @needs("lab")
 def test_a_finder_reads_a_config_from_another_folder(typed: Typed, run: Path, place: Path) -> None:
     project = place / "project"

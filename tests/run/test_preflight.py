@@ -40,6 +40,15 @@ def test_what_is_left_out_is_derived_once(config: Config) -> None:
     }
 
 
+def test_memory_is_forecast_for_the_ranks_devices(config: Config) -> None:
+    loaded_config = config("model.dropout=0.0", "device=auto")
+    on_gpu = preflight(loaded_config, 1, device="cuda")
+    named = preflight(config("model.dropout=0.0", "device=cuda"), 1)
+    assert on_gpu.forecast.stages[0].memory == named.forecast.stages[0].memory
+    assert on_gpu.forecast.stages[0].memory != preflight(loaded_config, 1).forecast.stages[0].memory
+    assert on_gpu.config.device == "auto"
+
+
 def test_seeds_share_tokenizer_and_held_out_text_where_the_data_have_a_seed(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

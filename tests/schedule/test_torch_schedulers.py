@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -148,6 +149,21 @@ def test_after_the_last_step_of_a_cycle_the_rate_stays() -> None:
     lowest = LR / 25 / 1e4
     assert learning_rate(settings, 99) == pytest.approx(lowest)
     assert learning_rate(settings, 10**6) == pytest.approx(lowest)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ("StepLR", {"step_size": 1, "gamma": 1e3}),
+        ("MultiStepLR", {"milestones": [*range(1, 200)], "gamma": 1e3}),
+        ("ExponentialLR", {"gamma": 2.0}),
+        ("CyclicLR", {"base_lr": 0.0, "step_size_up": 7, "mode": "exp_range", "gamma": 2.0}),
+    ],
+)
+def test_a_rate_that_grows_without_end_is_a_number(shape: str, options: dict[str, Any]) -> None:
+    rates = [CURVES[shape](complete_options(shape, options, 1.0), step) for step in range(2000)]
+    assert all(map(math.isfinite, rates))
+    assert max(rates) > 1e200
 
 
 def test_what_a_scheduler_leaves_is_said_before_the_start() -> None:

@@ -111,8 +111,12 @@ def misplacements(loaded_config: Loaded) -> Iterator[ConfigProblem]:
     """Yield the paths of a config that lead nowhere from the current folder, where they begin, and somewhere
     from the folder of the file that they are written in, or from that where its run was started."""
     config_values = values(loaded_config.config)
-    for key in _PATHS:
-        for text in _relative([config_values.get(key)]):
+    texts = {key: config_values.get(key) for key in _PATHS}
+    for section in ("data.mixture", "eval.sets"):
+        for number, item in enumerate(config_values.get(section) or ()):
+            texts[f"{section}[{number}].source"] = item.get("source")
+    for key, value in texts.items():
+        for text in _relative([value]):
             place = place_of(loaded_config.places, key)
             if not isinstance(place, SourceLocation) or text in _NO_PATHS or _leads(Path(), text):
                 continue

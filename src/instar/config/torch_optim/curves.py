@@ -7,6 +7,7 @@ earlier ones. Formulas are those of `torch.optim.lr_scheduler`.
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,11 +17,11 @@ Options = Mapping[str, Any]
 
 
 def _step(options: Options, step: int) -> float:
-    return math.pow(options["gamma"], step // options["step_size"])
+    return _power(options["gamma"], step // options["step_size"])
 
 
 def _multi_step(options: Options, step: int) -> float:
-    return math.pow(options["gamma"], bisect_right(options["milestones"], step))
+    return _power(options["gamma"], bisect_right(options["milestones"], step))
 
 
 def _constant(options: Options, step: int) -> float:
@@ -34,7 +35,7 @@ def _linear(options: Options, step: int) -> float:
 
 
 def _exponential(options: Options, step: int) -> float:
-    return math.pow(options["gamma"], step)
+    return _power(options["gamma"], step)
 
 
 def _polynomial(options: Options, step: int) -> float:
@@ -84,9 +85,18 @@ def _cyclic(options: Options, step: int) -> float:
         case "triangular2":
             height = math.ldexp(height, 1 - cycle)
         case "exp_range":
-            height *= math.pow(options["gamma"], step)
+            height *= _power(options["gamma"], step)
     base: float = options["base_lr"]
     return base + (1.0 - base) * height
+
+
+def _power(gamma: float, exponent: int) -> float:
+    """Return gamma to that power. With gamma above 1 it may exceed every float: the largest then, with which the loss is no
+    number and the run says so, at the step that it comes to."""
+    try:
+        return math.pow(gamma, exponent)
+    except OverflowError:
+        return sys.float_info.max
 
 
 def _half_wave(first: float, last: float, progress: float) -> float:

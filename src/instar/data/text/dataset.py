@@ -5,14 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
-from instar.config.errors import ConfigError
+from instar.config.errors import ConfigError, ConfigProblem
 from instar.config.language import DataConfig
 from instar.config.schema import EvalSet
 from instar.config.user_code.named import load_named, what_happened
@@ -59,11 +59,12 @@ def create_dataset_files(
 
     Raises ConfigError if that fails, or existing files were made with another config.
     """
-    for part in _parts(data):
-        folder = prepare_dataset(part, seed, say=say)
-        if part.read_from_start:
-            _check_stream(part, folder, world_size, say)
-        verify_changed(folder)
+    for number, part in enumerate(_parts(data)):
+        with _of_part(data, number):
+            folder = prepare_dataset(part, seed, say=say)
+            if part.read_from_start:
+                _check_stream(part, folder, world_size, say)
+            verify_changed(folder)
     for number, entry in enumerate(sets):
         with _of_set(number):
             _say_overlap(data, entry, say)
@@ -138,6 +139,25 @@ def _of_set(number: int) -> Iterator[None]:
         raise ConfigError.at(key, problem.message, problem.hint) from None
 
 
+@contextmanager
+def _of_part(data: DataConfig, number: int) -> Iterator[None]:
+    """Say of errors of a source which of a mixture it is."""
+    try:
+        yield
+    except ConfigError as error:
+        if not data.mixture:
+            raise
+        raise ConfigError(*(_problem_of_part(problem, number) for problem in error.problems)) from None
+
+
+def _problem_of_part(problem: ConfigProblem, number: int) -> ConfigProblem:
+    name = problem.key.removeprefix("data.")
+    if name not in ("source", "text_field", "tokens_field"):
+        return problem
+    key = f"data.mixture[{number}].{name}"
+    return replace(problem, keys=(key,), place=key)
+
+
 def missing(
     data: DataConfig, seed: int, say: Say = lambda _: None, sets: Sequence[EvalSet] = ()
 ) -> list[Path]:
@@ -146,12 +166,13 @@ def missing(
     Raises ConfigError if a folder holds something else, or there is no source to create it from.
     """
     absent = []
-    for part in _parts(data):
-        folder, is_complete = settle_folder(part, seed, say)
-        if is_complete:
-            continue
-        absent.append(folder)
-        preparation_files(part)  # which must be there
+    for number, part in enumerate(_parts(data)):
+        with _of_part(data, number):
+            folder, is_complete = settle_folder(part, seed, say)
+            if is_complete:
+                continue
+            absent.append(folder)
+            preparation_files(part)  # which must be there
     for number, entry in enumerate(sets):
         with _of_set(number):
             set_data = _set_data(data, seed, entry)

@@ -259,13 +259,17 @@ def _check_config(run: ResolvedRun, world: World) -> tuple[Loaded, Prepared]:
     loaded_config, new = run.loaded_config, run.resume is None
     with raise_on_all_ranks(world, _CHECKING):
         settings = None if run.continuation is None else run.continuation.settings
-        prepared_run = preflight(loaded_config, world.size, new=new, settings=settings)
+        prepared_run = preflight(
+            loaded_config, world.size, new=new, settings=settings, device=world.device.type
+        )
     # all ranks choose one strategy, by the smallest of their devices
     with_strategy = resolve_strategy(loaded_config, prepared_run, world)
     with raise_on_all_ranks(world, _CHECKING):
         if with_strategy is not loaded_config:
             loaded_config = with_strategy
-            prepared_run = preflight(with_strategy, world.size, new=new, settings=settings)
+            prepared_run = preflight(
+                with_strategy, world.size, new=new, settings=settings, device=world.device.type
+            )
         check_memory(
             loaded_config,
             prepared_run.forecast,

@@ -126,8 +126,15 @@ def prepare_run_data(loaded_config: Loaded, world_size: int, say: Callable[[str]
     """
     config = loaded_config.config
     _check_place(loaded_config, world_size)
-    try:
+    with _explained(loaded_config):
         spec_class(config.task).prepare(loaded_config, world_size, say)
+
+
+@contextmanager
+def _explained(loaded_config: Loaded) -> Iterator[None]:
+    """Say of paths that lead nowhere in which folder they would lead somewhere."""
+    try:
+        yield
     except ConfigError as error:
         raise explain_error(loaded_config, error) from error
 
@@ -139,6 +146,7 @@ def preflight(
     new: bool = True,
     assume: Say | None = None,
     settings: Settings | None = None,
+    device: str | None = None,
 ) -> Prepared:
     """Check a config against the data, the machine and the number of ranks.
 
@@ -149,6 +157,7 @@ def preflight(
         assume: called with what a run would prepare and what is assumed of it, if the data set does
             not exist; None: it must exist (`prepare_data`).
         settings: those with which a resumed run goes on; None: those of the config.
+        device: kind of the ranks' devices, for the forecast of memory; None: the config's `device`.
 
     Raises:
         ConfigError: lists all mistakes.
@@ -188,6 +197,9 @@ def preflight(
     if not new:  # the schedule's progress is in the history, and is checked when the run is resumed
         without = config.model_copy(update={"schedule": ()})
         loaded_config = dataclasses.replace(loaded_config, config=without)
+    if device is not None:  # `auto` stays in the config: a resume may have others
+        on_device = loaded_config.config.model_copy(update={"device": device})
+        loaded_config = dataclasses.replace(loaded_config, config=on_device)
     forecast = checked_forecast(loaded_config, spec, world_size)
     if not assumptions:
         _check_last_step(loaded_config, forecast)
@@ -200,9 +212,10 @@ def _open_spec(
     """Open the task's data; without them, with `assume`, add what is assumed of them to `assumptions`."""
     if assume is None:
         return spec_class(loaded_config.config.task).open(loaded_config, world_size)
-    spec = spec_class(loaded_config.config.task).assume(
-        loaded_config, assumptions.append, world_size
-    )
+    with _explained(loaded_config):
+        spec = spec_class(loaded_config.config.task).assume(
+            loaded_config, assumptions.append, world_size
+        )
     for assumption in assumptions:
         assume(assumption)
     return spec
