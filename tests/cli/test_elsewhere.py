@@ -114,7 +114,9 @@ def test_a_source_of_a_mixture_is_told_with_the_folder_that_has_it(
         said = typed(*words, code=2)
         assert f"squares.txt is in {config.parent}, and relative paths begin in {place}" in said
         assert "mixed.yaml:" in said
-    said = typed("train", config, "--set", "data.mixture=[{source: nothing.txt, weight: 1}]", code=2)
+    said = typed(
+        "train", config, "--set", "data.mixture=[{source: nothing.txt, weight: 1}]", code=2
+    )
     assert "data.mixture[0].source: there is no file or folder nothing.txt" in said
 
 

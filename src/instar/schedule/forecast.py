@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from instar.config.budget import Budget, parse_budget
+from instar.config.budget import Budget, Counters, parse_budget
 from instar.config.errors import ConfigError, ConfigProblem
 from instar.config.fields import values, with_values
 from instar.config.load import Loaded
@@ -33,14 +33,16 @@ from instar.schedule.memory import (
 )
 from instar.schedule.operations import (
     RESTART_LR,
+    History,
     State,
     carried_out,
     initial_state,
     override,
     plan_operation,
+    states,
     when_due,
 )
-from instar.schedule.settings import ADJUST_BATCH, AVERAGE, Settings
+from instar.schedule.settings import ADJUST_BATCH, AVERAGE, Settings, is_frozen
 from instar.schedule.timeline import (
     Clock,
     Leg,
@@ -51,7 +53,14 @@ from instar.schedule.timeline import (
     partial_steps,
     timeline,
 )
-from instar.schedule.triggers import Entry, evaluates_at_start, schedule_entries, too_large, words
+from instar.schedule.triggers import (
+    Entry,
+    evaluates_at_start,
+    remaining,
+    schedule_entries,
+    too_large,
+    words,
+)
 from instar.tasks.task import TaskSpec
 
 _UNSEEN = (BRANCH, ADJUST_BATCH, AVERAGE, RESTART_LR.name)
@@ -222,19 +231,71 @@ def decay_end(config: RunConfig, steps: int | None) -> int | None:
 def _forecast(config: RunConfig, spec: TaskSpec, world_size: int) -> Forecast:
     began = initial_state(config, spec.architecture, spec.facts)
     legs = legs_of(schedule_entries(config), began, spec, world_size)
+    lines = _timelines(legs, config, Clock(), is_evaluated=evaluates_at_start(config))
+    branches = _branches(config, spec, legs, lines, world_size)
+    return replace(_forecast_of(legs, lines, spec, world_size), branches=tuple(branches))
+
+
+def forecast_ahead(
+    initial: State, history: History, progress: Counters, spec: TaskSpec, world_size: int
+) -> Forecast:
+    """Forecast the rest of a run that has got so far: stages from the present one on, without branches.
+
+    Args:
+        initial: at step 0.
+        history: with what a resume changes.
+        progress: what was done; totals include it, but for FLOPs.
+
+    Raises:
+        ScheduleError: operations that are left cannot be carried out.
+        ValueError: a budget cannot be parsed, or the history is another run's.
+    """
+    changes = [(0, initial), *((change.step, after) for change, after in states(initial, history))]
+    ends = [*(step for step, _ in changes[1:]), progress.step]
+    before = [state for (begin, state), end in zip(changes, ends, strict=True) if end > begin]
+    _, state = changes[-1]
+    legs = legs_of(remaining(schedule_entries(state.config), history), state, spec, world_size)
+    clock = Clock(progress.step, progress.samples, progress.tokens, in_order=progress.samples)
+    lines = _timelines(legs, state.config, clock, is_evaluated=True)
+    return _forecast_of(legs, lines, spec, world_size, before)
+
+
+def _timelines(
+    legs: Sequence[Leg], config: RunConfig, clock: Clock, *, is_evaluated: bool
+) -> tuple[Timeline, Timeline]:
+    """Return what comes if every operation fires at its earliest, and at its latest."""
     budgets = [parse_budget(text) for text in config.train.until]
     early, late = (
         timeline(
             legs,
             budgets,
-            evaluated_at_start=evaluates_at_start(config),
+            evaluated_at_start=is_evaluated,
             optimistic=optimistic,
             eval_epochs=config.eval.eval_epochs,
+            clock=clock,
         )
         for optimistic in (True, False)
     )
+    return early, late
+
+
+def _forecast_of(
+    legs: Sequence[Leg],
+    lines: tuple[Timeline, Timeline],
+    spec: TaskSpec,
+    world_size: int,
+    before: Sequence[State] = (),
+) -> Forecast:
+    """Forecast legs whose moments are known.
+
+    Args:
+        before: states of the run before its first leg.
+    """
+    early, late = lines
+    config = legs[0].state.config
     stages: list[Stage] = []
     for number, leg in enumerate(legs):
+        frozen = frozen_parameters(legs, number, [n for n in range(number) if _has_steps(late, n)])
         stages.append(
             _stage(
                 config,
@@ -243,7 +304,7 @@ def _forecast(config: RunConfig, spec: TaskSpec, world_size: int) -> Forecast:
                 _first_step(early, number),
                 _first_step(late, number),
                 world_size,
-                frozen_parameters(legs, number, [n for n in range(number) if _has_steps(late, n)]),
+                _frozen_since(before, frozen),
                 stages[-1] if stages else None,
             )
         )
@@ -264,11 +325,19 @@ def _forecast(config: RunConfig, spec: TaskSpec, world_size: int) -> Forecast:
         until=tuple(config.train.until),
         early=_totals(early),
         late=_totals(late),
-        branches=tuple(_branches(config, spec, legs, (early, late), world_size)),
-        partial_steps=tuple(
-            {step: None for line in (early, late) for step in partial_steps(line, legs)}
-        ),
+        partial_steps=tuple({step: None for line in lines for step in partial_steps(line, legs)}),
     )
+
+
+def _frozen_since(before: Sequence[State], frozen: FrozenParameters) -> FrozenParameters:
+    """Return the frozen parameters without those that were trained earlier under the same name: their moments are kept."""
+    trained = {
+        name
+        for state in before
+        for name in frozen.ever & state.architecture.parameters().keys()
+        if not is_frozen(state.settings.frozen, name)
+    }
+    return replace(frozen, ever=frozen.ever - trained)
 
 
 def _saves(config: CheckpointConfig, steps_per_epoch: int | None) -> Iterator[str]:

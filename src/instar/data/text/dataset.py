@@ -147,7 +147,9 @@ def _of_part(data: DataConfig, number: int) -> Iterator[None]:
     except ConfigError as error:
         if not data.mixture:
             raise
-        raise ConfigError(*(_problem_of_part(problem, number) for problem in error.problems)) from None
+        raise ConfigError(
+            *(_problem_of_part(problem, number) for problem in error.problems)
+        ) from None
 
 
 def _problem_of_part(problem: ConfigProblem, number: int) -> ConfigProblem:

@@ -9,6 +9,7 @@ from instar.data.text.origin import NOTE
 from instar.distributed.placement import LaunchOptions, Placement, RankCount
 from instar.run.init_weights import starting_weights
 from instar.run.resume import Resume, automatic, choose_checkpoint, continuation
+from instar.run.start.ahead import with_rest
 from instar.run.start.preflight import check_memory, preflight, prepare_run_data
 
 
@@ -51,7 +52,7 @@ def preflight_launch(
         devices: GPUs of the ranks; None: the config's.
     """
     resume = resume or automatic(loaded_config.config)
-    checkpoint, settings = None, None
+    checkpoint, settings, resumed_run = None, None, None
     if resume is not None:
         checkpoint, _ = choose_checkpoint(resume, check=ranks > 1)
         resumed_run = continuation(resume, loaded_config, checkpoint)
@@ -67,6 +68,8 @@ def preflight_launch(
         loaded_config, ranks, lambda text: None if text.startswith(NOTE) else say(text)
     )
     preparation = preflight(loaded_config, ranks, new=resume is None, settings=settings)
+    if resumed_run is not None:
+        preparation = with_rest(preparation, resumed_run, checkpoint, ranks)
     check_memory(loaded_config, preparation.forecast, loaded_config.config.device, ranks_here=ranks)
     if checkpoint is None:
         starting_weights(loaded_config, preparation.spec)

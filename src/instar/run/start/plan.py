@@ -5,7 +5,7 @@ ranks, before anything of it is created."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,7 +13,6 @@ from typing import cast
 
 from instar.checkpoint.manifest import line_of
 from instar.checkpoint.store import LATEST, Checkpoint, load_checkpoint
-from instar.config.budget import Counters
 from instar.config.load import Loaded
 from instar.distributed.agree import agree, raise_on_all_ranks
 from instar.distributed.failure import stopped_before_start
@@ -24,7 +23,7 @@ from instar.record.console import Console
 from instar.record.device import gpu_bytes
 from instar.record.rundir import RunDir
 from instar.run.init_weights import Weights, starting_weights
-from instar.run.parallel.micro_batch_sizes import sizes_ahead
+from instar.run.parallel.micro_batch_sizes import sizes_to_come
 from instar.run.resume import (
     Continuation,
     Resume,
@@ -33,6 +32,7 @@ from instar.run.resume import (
     continuation,
     rewind_step,
 )
+from instar.run.start.ahead import at_step_0, with_rest
 from instar.run.start.preflight import Prepared, check_memory, preflight, prepare_run_data
 from instar.run.start.rank_consistency import (
     check_folder_is_shared,
@@ -41,12 +41,11 @@ from instar.run.start.rank_consistency import (
     resolve_precision,
     resolve_strategy,
 )
-from instar.run.start.restore import OpenedWeights, open_weights, saved_counters
+from instar.run.start.restore import OpenedWeights, open_weights
 from instar.run.start.smoke_test_step import run_trial, try_sizes
 from instar.run.state.sync_point import SyncPoint
 from instar.run.step.hooks import check_hooks
-from instar.schedule.operations import State, initial_state
-from instar.tasks.task import spec_class
+from instar.schedule.operations import State
 
 _CHECKING = "checking the config"
 
@@ -228,7 +227,9 @@ def check_run(run: ResolvedRun, rank: RankContext) -> RunPlan:
     initial: State | None = None
     with raise_on_all_ranks(world, _CHECKING):
         if run.continuation is not None:
-            run, initial = _at_step_0(run, run.continuation, preparation, derived_keys, world)
+            resumed_run = run.continuation.with_derived(preparation.config, derived_keys)
+            initial = at_step_0(resumed_run, preparation, world.size)
+            run = replace(run, continuation=resumed_run)
         # a run that has saved has its own
         weights = (
             starting_weights(loaded_config, preparation.spec) if run.checkpoint is None else None
@@ -242,7 +243,7 @@ def check_run(run: ResolvedRun, rank: RankContext) -> RunPlan:
     compare_inputs(preparation, world)
     world.at("trying one micro-batch")
     with raise_on_all_ranks(world, "trying one micro-batch"):
-        warnings = _try_micro_batches(run, preparation, initial, world)
+        warnings = _try_micro_batches(run, preparation, world)
     check_hooks([*preparation.spec.task(preparation.config).hooks(), *run.request.hooks], world)
     # the last moment at which all ranks can stop without a trace
     if SyncPoint(world, signal).sync():
@@ -256,20 +257,15 @@ def _check_config(run: ResolvedRun, world: World) -> tuple[Loaded, Prepared]:
 
     A collective.
     """
-    loaded_config, new = run.loaded_config, run.resume is None
+    loaded_config = run.loaded_config
     with raise_on_all_ranks(world, _CHECKING):
-        settings = None if run.continuation is None else run.continuation.settings
-        prepared_run = preflight(
-            loaded_config, world.size, new=new, settings=settings, device=world.device.type
-        )
+        prepared_run = _prepare(run, loaded_config, world)
     # all ranks choose one strategy, by the smallest of their devices
     with_strategy = resolve_strategy(loaded_config, prepared_run, world)
     with raise_on_all_ranks(world, _CHECKING):
         if with_strategy is not loaded_config:
             loaded_config = with_strategy
-            prepared_run = preflight(
-                with_strategy, world.size, new=new, settings=settings, device=world.device.type
-            )
+            prepared_run = _prepare(run, with_strategy, world)
         check_memory(
             loaded_config,
             prepared_run.forecast,
@@ -280,21 +276,15 @@ def _check_config(run: ResolvedRun, world: World) -> tuple[Loaded, Prepared]:
     return loaded_config, prepared_run
 
 
-def _at_step_0(
-    run: ResolvedRun,
-    continuation: Continuation,
-    prepared_run: Prepared,
-    derived_keys: Collection[str],
-    world: World,
-) -> tuple[ResolvedRun, State]:
-    """Return a resumed run without open keys, and its settings and architecture at step 0."""
-    continuation = continuation.with_derived(prepared_run.config, derived_keys)
-    spec, began = prepared_run.spec, continuation.began
-    if began.model != prepared_run.config.model:
-        config = prepared_run.config.model_copy(update={"model": began.model})
-        loaded_config = replace(continuation.loaded_config, config=config)
-        spec = spec_class(config.task).open(loaded_config, world.size)
-    return replace(run, continuation=continuation), initial_state(began, spec.architecture)
+def _prepare(run: ResolvedRun, loaded_config: Loaded, world: World) -> Prepared:
+    """Check a config against the data and this rank's kind of device, and forecast what is ahead."""
+    resumed_run, device = run.continuation, world.device.type
+    settings = None if resumed_run is None else resumed_run.settings
+    new = run.resume is None
+    prepared_run = preflight(loaded_config, world.size, new=new, settings=settings, device=device)
+    if resumed_run is None:
+        return prepared_run
+    return with_rest(prepared_run, resumed_run, run.checkpoint, world.size, device)
 
 
 def _open_weights(weights: Weights, prepared_run: Prepared, rank: RankContext) -> None:
@@ -306,14 +296,9 @@ def _open_weights(weights: Weights, prepared_run: Prepared, rank: RankContext) -
             rank.weights = open_weights(weights, prepared_run.spec.architecture)
 
 
-def _try_micro_batches(
-    run: ResolvedRun, prepared_run: Prepared, initial: State | None, world: World
-) -> list[str]:
+def _try_micro_batches(run: ResolvedRun, prepared_run: Prepared, world: World) -> list[str]:
     """Run micro-batches as the run will, and return warnings of its start."""
-    if run.continuation is None or initial is None:
+    if run.continuation is None:
         return [*prepared_run.warnings, *run_trial(prepared_run, world)]
-    progress = Counters() if run.checkpoint is None else saved_counters(run.checkpoint)
-    past = run.continuation.history, run.continuation.operation, progress
-    return try_sizes(
-        prepared_run, world, sizes_ahead(initial, *past, prepared_run.spec, world.size)
-    )
+    sizes = sizes_to_come(prepared_run.config, prepared_run.forecast, world.size)
+    return try_sizes(prepared_run, world, sizes)

@@ -11,14 +11,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
 from torch import Tensor
 from torch.nn import Module
 
 from instar.checkpoint.layout import ComponentReader, Parts, check_shapes
 from instar.checkpoint.manifest import CheckpointError, encode_json
 from instar.checkpoint.store import Checkpoint, check_finite, load_checkpoint
-from instar.config.budget import Counters
 from instar.config.fields import LANGUAGE
 from instar.config.origins import SCHEDULE
 from instar.config.sections import Operation
@@ -98,19 +96,6 @@ def restore(
         )
         state = state.under_another_schedule()
     return state, warnings
-
-
-def saved_counters(checkpoint: Checkpoint) -> Counters:
-    """Return what the run of a checkpoint had done; nothing of one that was imported.
-
-    Raises:
-        CheckpointError: its state does not say it.
-    """
-    try:
-        return msgspec.convert(checkpoint.state.get("progress", {}), Counters)
-    except (AttributeError, msgspec.MsgspecError) as error:
-        what = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"{checkpoint.path}: not the state of a run: {what}") from error
 
 
 def restore_state(
