@@ -81,5 +81,5 @@ def test_a_grown_model_that_does_not_fit_here_is_refused_before_ranks_start(
     assert grown > 2 * first
     loaded_config = load_run_config(str(run.config), ("device=cpu",), resuming=True)
     monkeypatch.setattr("instar.run.start.preflight.host_bytes", lambda: 2 * first)
-    with pytest.raises(ConfigError, match="needs .* for its weights, and the machine has"):
+    with pytest.raises(ConfigError, match=r"needs .* for its weights, and the machine has"):
         preflight_launch(loaded_config, 1, Resume(run, start="8"), print)

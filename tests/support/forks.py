@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Self
 
 from interpreter import interpret, put_in, run_and_leave
-from spare import fork_interpreters, receive
+from spare import fork_interpreters, put, receive
 
 from instar.extensions import built_in, load_target
 
@@ -429,11 +429,9 @@ def _become_called(caller: int, request: Mapping[str, Any], files: Sequence[int]
         except OSError:  # of another session
             os.setpgid(0, 0)
         _enter_namespaces(caller)
+        put(files, [0, 1, 2, *request["kept"]])
         if Path(request["words"][0]).name != WARM:
             fork_interpreters()
-        for number, file in enumerate(files):
-            os.dup2(file, number)
-            os.close(file)
         put_in(request["place"], request["environment"])
         called, *words = request["words"]
         return _command(called, words)

@@ -176,7 +176,7 @@ def _become(
             os.setsid()
         line.sendall(str(os.getpid()).encode())
         line.close()
-        _put(files, [0, 1, 2, *request["kept"]])
+        put(files, [0, 1, 2, *request["kept"]])
         if LAUNCHERS & set(request["words"]):
             fork_interpreters()
         put_in(request["place"], request["environment"])
@@ -186,7 +186,7 @@ def _become(
     run_and_leave(lambda: interpret(request["words"]))
 
 
-def _put(files: Sequence[int], numbers: Sequence[int]) -> None:
+def put(files: Sequence[int], numbers: Sequence[int]) -> None:
     """Give open files these numbers, and close all others."""
     free = max([*files, *numbers]) + 1
     aside = list(range(free, free + len(files)))

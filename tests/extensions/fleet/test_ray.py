@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import signal
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,8 @@ import ray_cluster
 from fleets import FleetPlace, phase_of
 
 from instar.config.errors import ConfigError
-from instar.extensions.fleet.engines.ray import bundles, misfit, ray_library
+from instar.extensions.fleet.engines.ray import NodeProcess, bundles, misfit, ray_library
+from instar.extensions.fleet.engines.spawner import Command
 from instar.extensions.fleet.spec import FleetSpec
 
 SERVER = (
@@ -225,3 +228,16 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"instar\[ray\]"):
         ray_library()
+
+
+def test_a_process_that_is_stopped_before_it_starts_never_starts(tmp_path: Path) -> None:
+    command = Command(("nothing",), {}, tmp_path, tmp_path / "log", tmp_path / "result.json")
+
+    async def stopped_first(*, kill: bool) -> int:
+        process = NodeProcess()
+        await process.stop(kill)
+        return await process.run(command)
+
+    assert asyncio.run(stopped_first(kill=False)) == -signal.SIGTERM
+    assert asyncio.run(stopped_first(kill=True)) == -signal.SIGKILL
+    assert not list(tmp_path.iterdir())

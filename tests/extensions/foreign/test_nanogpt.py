@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forks import Forks
 from nano_gpt import TEXT, Training, ids_of, learning_rate, random_steps, write_data
 from torch import Tensor
 
@@ -28,6 +29,12 @@ from instar.run.start.preflight import preflight
 
 MORE = 20
 """steps after the import"""
+
+
+@pytest.fixture(autouse=True)
+def _forked_reader(forks: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the process that reads a file, which imports torch."""
+    monkeypatch.setattr("instar.processes.child.sys.executable", str(forks.python))
 
 
 def imported(

@@ -18,7 +18,7 @@ from typing import Any
 from instar.config.errors import ConfigError
 from instar.extensions.fleet.engines.nodes import RAY_VARIABLE
 from instar.extensions.fleet.engines.remote import HostStatus, follow_hosts
-from instar.extensions.fleet.engines.spawner import Command, RunningProcess, Spawner
+from instar.extensions.fleet.engines.spawner import Command, RunningProcess, Spawner, Tree
 from instar.extensions.fleet.engines.work import Work, host_command
 from instar.extensions.fleet.placement import close_all, given_gpus, lock_gpus
 from instar.extensions.fleet.plan import Instance
@@ -331,6 +331,11 @@ class NodeProcess:
     when this actor has, however that came.
     """
 
+    def __init__(self) -> None:
+        self._tree: Tree | None = None
+        self._grace_s = 0.0
+        self._stopped_by: signal.Signals | None = None
+
     async def run(self, command: Command, *, group: str = "", holder: str = "") -> int:
         """Run a command with this node's Python and the GPUs of this actor; return its exit status.
 
@@ -343,6 +348,8 @@ class NodeProcess:
             Taken: a process that Ray knows nothing of uses the GPUs.
         """
         ray = ray_library()
+        if self._stopped_by is not None:  # Ray does not promise the order of an actor's calls
+            return -self._stopped_by
         if not command.log.parent.is_dir():
             raise FileNotFoundError(
                 f"{command.log.parent} is not seen from node {os.uname().nodename}: a fleet's "
@@ -369,7 +376,6 @@ class NodeProcess:
 
     async def stop(self, kill: bool) -> None:
         """Ask the command to end, or kill its tree."""
-        if kill:
-            self._tree.stop(signal.SIGKILL, 0.0)
-        else:
-            self._tree.stop(signal.SIGTERM, self._grace_s)
+        self._stopped_by = signal.SIGKILL if kill else signal.SIGTERM
+        if self._tree is not None:
+            self._tree.stop(self._stopped_by, 0.0 if kill else self._grace_s)
