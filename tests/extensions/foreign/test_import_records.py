@@ -57,6 +57,16 @@ def run_of(instar: Instar, place: Path, tool: str, path: Path) -> str:
     return folder
 
 
+def test_an_axis_that_a_record_does_not_have_is_named(
+    record_of: RecordOf, instar: Instar, place: Path
+) -> None:
+    write_run(place / "runs" / "mine-abcde", {1: 4.0, 4: 3.0}, {4: 3.5})
+    folder = run_of(instar, place, "tensorboard", record_of("tensorboard").path)
+    refused = instar("logs", "compare", folder, "runs/mine-abcde", "--x", "tokens", code=2)
+    assert f"--x: the record of {folder} has no tokens; give another axis" in refused.stderr
+    assert "loss" in instar("logs", "compare", folder, "runs/mine-abcde").stdout
+
+
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_record_is_read_beside_runs_of_our_own(
     tool: str, record_of: RecordOf, instar: Instar, place: Path

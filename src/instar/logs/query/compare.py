@@ -124,7 +124,7 @@ def compare_groups(
         target: a value of `target_metric` for which to report where each run first reaches it.
 
     Raises:
-        ConfigError: no run has such a metric, or nothing has been measured yet.
+        ConfigError: no run has such a metric, nothing has been measured yet, or a run has nothing on the axis.
     """
     goal, *metrics = metrics_of((target_metric, *metrics), records)
     patterns = metrics or _default_metrics(records)
@@ -142,6 +142,8 @@ def compare_groups(
         _check_goal(goal, evaluations, configs, new_bases)
     all_runs = [run for group in curves for run in group]
     names = _measured_metrics(all_runs, groups)
+    if not places:
+        _check_axis(axis, groups, curves)
     at = tuple(places or even_places(axis, _furthest(all_runs, axis)))
     return Comparison(
         groups=tuple(groups),
@@ -328,6 +330,19 @@ def _reached(record: RunRecord, goal: str, target: float) -> LossReached | None:
     return replace(
         loss_reached, decays_for=decays_after(record.series(_LR), loss_reached.at["step"])
     )
+
+
+def _check_axis(axis: str, groups: Sequence[RunGroup], curves: Sequence[Sequence[_Curves]]) -> None:
+    """Raise ConfigError if the record of a run, of another tool perhaps, has nothing on the axis."""
+    for group, of_group in zip(groups, curves, strict=True):
+        for run, of_run in zip(group.runs, of_group, strict=True):
+            measured = [by_axis[axis][0] for by_axis in of_run.metrics.values()]
+            if any(len(places) > 1 for places in measured) and not any(
+                (places > 0).any() for places in measured
+            ):
+                raise ConfigError.of(
+                    f"the record of {run.path} has no {axis}", "--x", "give another axis, such as step"
+                )
 
 
 def _furthest(runs: Sequence[_Curves], axis: str) -> float:
