@@ -94,6 +94,7 @@ def test_the_page_runs_and_shows_pictures(tmp_path: Path) -> None:
     assert config == "{}", "both runs have one config"
 
 
+@pytest.mark.torture
 def test_ranks_train_what_the_cell_defines_now(tmp_path: Path) -> None:
     task = next(text for text in cells_of_page() if TASK in text).partition("alone =")[0]
     edited = task.replace('"label": label', '"label": 0 * label')
@@ -123,6 +124,7 @@ def test_code_of_a_cell_fails_with_its_lines(tmp_path: Path) -> None:
     assert re.search(r"ipykernel_\d+/\d+\.py:\d+ in loss", text)
 
 
+@pytest.mark.torture
 def test_after_a_restart_the_class_is_asked_for(tmp_path: Path) -> None:
     task = next(text for text in cells_of_page() if TASK in text).partition("alone =")[0]
     short = "instar.train(spirals, {'train.until': '20it'}, curves=False)"

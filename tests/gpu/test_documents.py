@@ -10,6 +10,7 @@ from pathlib import Path
 import pretended
 import pytest
 import torch
+from cases import shortened
 from flash import Flash, flash_on_cpu
 from torch.overrides import TorchFunctionMode
 
@@ -82,7 +83,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@shortened("way", WAYS, first=1)
 def test_a_run_follows_that_with_masks(way: str, losses: Trained, flash: Flash) -> None:
     curve = losses("kernel", *WAYS[way])
     calls = flash.calls

@@ -14,6 +14,7 @@ import pytest
 import science
 import tiny_run
 import torch
+from cases import shortened
 from forks import INSTAR
 from live import carry_out
 from safetensors.torch import load_file
@@ -258,7 +259,7 @@ def test_what_a_run_cannot_do_is_refused_before_it_starts(
     prepared("checkpoint.keep_every=2", entry(4, 5))
 
 
-@pytest.mark.parametrize("reproducible", ["fixed", "elastic"])
+@shortened("reproducible", ["elastic", "fixed"], first=1)
 def test_any_number_of_ranks_and_any_strategy_have_the_same_mean(
     config_in: Callable[..., Loaded], tmp_path: Path, reproducible: str
 ) -> None:
@@ -304,7 +305,7 @@ def test_any_number_of_ranks_and_any_strategy_have_the_same_mean(
         )
 
 
-@pytest.mark.parametrize("saves_result", [True, False], ids=["saved at once", "not saved"])
+@shortened("saves_result", [True, False], ids=["saved at once", "not saved"], first=1)
 def test_a_run_that_is_killed_after_it_ends_as_the_undisturbed_one(
     tmp_path: Path, saves_result: bool
 ) -> None:

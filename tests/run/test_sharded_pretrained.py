@@ -122,6 +122,7 @@ def test_shards_are_the_same_run_bit_for_bit(kind: str, tmp_path: Path) -> None:
     assert proofs[0] == proofs[1]
 
 
+@pytest.mark.torture
 def test_losses_are_those_of_whole_models_up_to_rounding(tmp_path: Path) -> None:
     place = place_of("llama", tmp_path)
     whole = trained(place, "ddp", *KEYS, ranks=2)
@@ -169,6 +170,7 @@ def test_adapters_of_peft_are_divided_too(tmp_path: Path) -> None:
     assert saved(sharded) == saved(alone)
 
 
+@pytest.mark.torture
 def test_a_run_without_weights_begins_alike_on_any_ranks(tmp_path: Path) -> None:
     """Rank 0 draws the values as transformers does; a config that is written by hand is completed."""
     place = place_of("llama", tmp_path)

@@ -136,6 +136,7 @@ def test_every_kind_of_growth_is_that_of_whole_models(place: Place, sharded: Pat
     )
 
 
+@pytest.mark.torture
 @pytest.mark.timeout(600)
 def test_a_checkpoint_of_shards_grows_on_disk_to_the_same_bits(place: Place, sharded: Path) -> None:
     before = trained(place, "before", *FSDP, f"train.until=[{GROWN_AT}it]", ranks=2)
