@@ -159,7 +159,7 @@ def test_a_script_launches_what_it_defines_from_any_folder(tmp_path: Path, forks
     shown = []
     for words in ([], ["resume"]):
         done = subprocess.run(
-            [sys.executable, scripts / "program.py", *words],
+            [forks.python, scripts / "program.py", *words],
             cwd=place,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             capture_output=True,
@@ -199,7 +199,7 @@ def test_a_script_launches_what_it_defines_from_any_folder(tmp_path: Path, forks
     assert "the source of the task has changed" in done.stderr
 
 
-def test_a_module_beside_the_script_is_found_by_its_ranks(tmp_path: Path) -> None:
+def test_a_module_beside_the_script_is_found_by_its_ranks(tmp_path: Path, forks: Forks) -> None:
     scripts, place = tmp_path / "scripts", tmp_path / "place"
     for folder in (scripts, place):
         folder.mkdir()
@@ -210,7 +210,7 @@ def test_a_module_beside_the_script_is_found_by_its_ranks(tmp_path: Path) -> Non
     )
     (scripts / "program.py").write_text(start)
     done = subprocess.run(
-        [sys.executable, scripts / "program.py"],
+        [forks.python, scripts / "program.py"],
         cwd=place,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,

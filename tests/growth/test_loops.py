@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import shortened
 from growing import batch, filled, grow_optimizer, grown, operation, proof, random_gpt, values
 from shapes import gpt2, llama
 from started import run_ranks
@@ -207,7 +208,7 @@ SCHEDULE = [
 ]
 
 
-@pytest.mark.parametrize("reproducible", ["fixed", "elastic"])
+@shortened("reproducible", ["elastic", "fixed"], first=1)
 def test_any_number_of_ranks_and_any_strategy_train_a_loop_alike(
     config_in: Callable[..., Loaded], tmp_path: Path, reproducible: str
 ) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import shortened
 from growing import grown, operation, proof, random_gpt
 from shapes import gpt2, llama
 from started import run_ranks
@@ -174,7 +175,7 @@ def curve(run_dir: Path) -> list[float]:
     return [event.loss for event in events if isinstance(event, Train)]
 
 
-@pytest.mark.parametrize("reproducible", ["fixed", "elastic"])
+@shortened("reproducible", ["elastic", "fixed"], first=1)
 def test_any_number_of_ranks_and_any_strategy_train_alike(
     config_in: Callable[..., Loaded], tmp_path: Path, reproducible: str
 ) -> None:
