@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import noted_ways
 import pytest
 import states
+from forks import forks
 from tiny_run import CONFIG, TEXT
 
 BEGINS = frozenset({"run/trainer.py", "cli/main.py", "cli/train.py", "train.py"})
@@ -28,7 +28,7 @@ def noted(folder: Path, *words: str, **environment: str) -> Mapping[str, list[st
     (folder / "own.yaml").write_text(states.CONFIG.replace("states:States", "noted_ways:Task"))
     support = str(Path(noted_ways.__file__).parent)
     env = os.environ | environment | {noted_ways.FOLDER: str(notes), "PYTHONPATH": support}
-    command = [sys.executable, noted_ways.__file__, "train", *words, "--set", "record.run_dir=run"]
+    command = [forks().python, noted_ways.__file__, "train", *words, "--set", "record.run_dir=run"]
     subprocess.run(command, cwd=folder, env=env, check=False, capture_output=True, timeout=300)
     return {path.stem: json.loads(path.read_text()) for path in sorted(notes.iterdir())}
 
