@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from forks import Forks
 
 import instar
 from instar.api import load_run
@@ -56,8 +58,10 @@ pytestmark = pytest.mark.usefixtures("place")
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forks: Forks) -> Path:
     monkeypatch.chdir(tmp_path)
+    runs_in = SimpleNamespace(executable=str(forks.python))
+    monkeypatch.setattr("instar.extensions.fleet.plan.sys", runs_in)
     (tmp_path / "lines.py").write_text(TASK)
     (tmp_path / "lines.yaml").write_text(CONFIG)
     return tmp_path
