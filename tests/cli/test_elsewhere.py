@@ -179,3 +179,21 @@ def test_the_folder_is_the_one_whose_files_are_there(
         "data.path=gone",
         "train.clip=1",
     )
+
+
+def test_a_row_of_a_mixture_is_named_by_its_file_and_line(typed: Typed, place: Path) -> None:
+    (place / "good.jsonl").write_text('{"text": "all is well"}\n' * 200)
+    (place / "bad.jsonl").write_text('{"text": "all is well"}\n' * 50 + '{"txt": "oh"}\n')
+    mixture = "[{source: good.jsonl, weight: 1}, {source: bad.jsonl, weight: 1}]"
+    words = ("--set", f"data.mixture={mixture}", "--set", "data.source=stdlib")
+    said = typed(
+        "train",
+        "tiny.yaml",
+        *words,
+        "--set",
+        "data.tokenizer=byte",
+        "--set",
+        "data.path=null",
+        code=2,
+    )
+    assert "bad.jsonl:51: the field 'text' is missing" in said

@@ -23,10 +23,22 @@ from instar.loops.schedule import schedule_text
 AT_A_LOSS = [{"name": "insert_layers", "value": 1, "when": {"loss_below": 100.0}}]
 
 
+class OwnEvaluation(TrainerCallback):
+    """Evaluates in between, under other names than the training does."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def on_step_end(self, _args: Any, state: Any, *_: Any, **_live: Any) -> None:
+        if state.global_step == 2:
+            self.trainer.evaluate(metric_key_prefix="test")
+
+
 def test_trainer_grows_at_a_validation_loss_before_the_next_step(tmp_path: Path) -> None:
     """The checkpoint of the step is of the model that was evaluated, and a run that ends there grows when it goes on."""
     growth = TrainerGrowth(AT_A_LOSS, seed=3)
     trainer = of_trainer(fresh(), tmp_path, growth, eval_strategy="steps", eval_steps=4)
+    trainer.add_callback(OwnEvaluation(trainer))
     trainer.train()
     (change,) = growth.schedule.history
     assert (change.step, change.reason[:4]) == (4, "val ")

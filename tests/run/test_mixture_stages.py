@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import shortened
 from live import restore
 from started import run_ranks
 
@@ -173,12 +174,13 @@ def test_a_checkpoint_from_before_turns_were_even_goes_on_in_its_order(
     later.train()
 
 
-@pytest.mark.parametrize(
+@shortened(
     ("ranks", "keys"),
     [
         (2, ("reproducible=elastic", "parallel.elastic.virtual_ranks=2")),
         (3, ()),
     ],
+    first=1,
 )
 def test_any_number_of_ranks_draws_the_same_samples(
     config_in: Callable[..., Loaded],

@@ -80,7 +80,8 @@ class TrainerGrowth(TrainerCallback, ExportableState):
         # the trainer labels a checkpoint of this step with this loss: it must be of the model that was evaluated
         metrics = kwargs.get("metrics") or {}
         if self._trains:
-            self._metrics |= metrics.keys()
+            # a call of `evaluate` with a prefix of its own is none of the training's evaluations
+            self._metrics |= {name for name in metrics if name.startswith("eval_")}
             if (loss := metrics.get(self._metric)) is not None:
                 self.schedule.pending = float(loss)
 

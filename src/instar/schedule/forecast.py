@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from instar.config.budget import Budget, Counters, parse_budget
+from instar.config.budget import Budget, parse_budget
 from instar.config.errors import ConfigError, ConfigProblem
 from instar.config.fields import values, with_values
 from instar.config.load import Loaded
@@ -33,17 +33,16 @@ from instar.schedule.memory import (
 )
 from instar.schedule.operations import (
     RESTART_LR,
-    History,
     State,
     carried_out,
     initial_state,
     override,
     plan_operation,
-    states,
     when_due,
 )
-from instar.schedule.settings import ADJUST_BATCH, AVERAGE, Settings, is_frozen
+from instar.schedule.settings import ADJUST_BATCH, AVERAGE, Settings
 from instar.schedule.timeline import (
+    Beginning,
     Clock,
     Leg,
     Pace,
@@ -56,7 +55,6 @@ from instar.schedule.timeline import (
 from instar.schedule.triggers import (
     Entry,
     evaluates_at_start,
-    remaining,
     schedule_entries,
     too_large,
     words,
@@ -231,37 +229,13 @@ def decay_end(config: RunConfig, steps: int | None) -> int | None:
 def _forecast(config: RunConfig, spec: TaskSpec, world_size: int) -> Forecast:
     began = initial_state(config, spec.architecture, spec.facts)
     legs = legs_of(schedule_entries(config), began, spec, world_size)
-    lines = _timelines(legs, config, Clock(), is_evaluated=evaluates_at_start(config))
+    lines = timelines(legs, config, Beginning(is_evaluated=evaluates_at_start(config)))
     branches = _branches(config, spec, legs, lines, world_size)
-    return replace(_forecast_of(legs, lines, spec, world_size), branches=tuple(branches))
+    return replace(forecast_of(legs, lines, spec, world_size), branches=tuple(branches))
 
 
-def forecast_ahead(
-    initial: State, history: History, progress: Counters, spec: TaskSpec, world_size: int
-) -> Forecast:
-    """Forecast the rest of a run that has got so far: stages from the present one on, without branches.
-
-    Args:
-        initial: at step 0.
-        history: with what a resume changes.
-        progress: what was done; totals include it, but for FLOPs.
-
-    Raises:
-        ScheduleError: operations that are left cannot be carried out.
-        ValueError: a budget cannot be parsed, or the history is another run's.
-    """
-    changes = [(0, initial), *((change.step, after) for change, after in states(initial, history))]
-    ends = [*(step for step, _ in changes[1:]), progress.step]
-    before = [state for (begin, state), end in zip(changes, ends, strict=True) if end > begin]
-    _, state = changes[-1]
-    legs = legs_of(remaining(schedule_entries(state.config), history), state, spec, world_size)
-    clock = Clock(progress.step, progress.samples, progress.tokens, in_order=progress.samples)
-    lines = _timelines(legs, state.config, clock, is_evaluated=True)
-    return _forecast_of(legs, lines, spec, world_size, before)
-
-
-def _timelines(
-    legs: Sequence[Leg], config: RunConfig, clock: Clock, *, is_evaluated: bool
+def timelines(
+    legs: Sequence[Leg], config: RunConfig, beginning: Beginning
 ) -> tuple[Timeline, Timeline]:
     """Return what comes if every operation fires at its earliest, and at its latest."""
     budgets = [parse_budget(text) for text in config.train.until]
@@ -269,33 +243,45 @@ def _timelines(
         timeline(
             legs,
             budgets,
-            evaluated_at_start=is_evaluated,
+            beginning,
             optimistic=optimistic,
             eval_epochs=config.eval.eval_epochs,
-            clock=clock,
         )
         for optimistic in (True, False)
     )
     return early, late
 
 
-def _forecast_of(
+@dataclass(frozen=True)
+class PastStage:
+    """What a run had been from an operation to the next."""
+
+    state: State
+    plan: GrowthPlan | None
+    """The growth at its beginning, if any."""
+    has_steps: bool
+
+
+def forecast_of(
     legs: Sequence[Leg],
     lines: tuple[Timeline, Timeline],
     spec: TaskSpec,
     world_size: int,
-    before: Sequence[State] = (),
+    past: Sequence[PastStage] = (),
 ) -> Forecast:
     """Forecast legs whose moments are known.
 
     Args:
-        before: states of the run before its first leg.
+        past: stages of the run up to its first leg, in the last of which that one is.
     """
     early, late = lines
-    config = legs[0].state.config
+    config, pace = legs[0].state.config, legs[0].pace
+    behind = [Leg(None, stage.state, pace, stage.plan) for stage in past] or [legs[0]]
+    whole, offset = [*behind, *legs[1:]], len(behind) - 1
+    past_steps = [number for number, stage in enumerate(past) if stage.has_steps]
     stages: list[Stage] = []
     for number, leg in enumerate(legs):
-        frozen = frozen_parameters(legs, number, [n for n in range(number) if _has_steps(late, n)])
+        with_steps = {*past_steps, *(offset + n for n in range(number) if _has_steps(late, n))}
         stages.append(
             _stage(
                 config,
@@ -304,7 +290,7 @@ def _forecast_of(
                 _first_step(early, number),
                 _first_step(late, number),
                 world_size,
-                _frozen_since(before, frozen),
+                frozen_parameters(whole, offset + number, with_steps),
                 stages[-1] if stages else None,
             )
         )
@@ -327,17 +313,6 @@ def _forecast_of(
         late=_totals(late),
         partial_steps=tuple({step: None for line in lines for step in partial_steps(line, legs)}),
     )
-
-
-def _frozen_since(before: Sequence[State], frozen: FrozenParameters) -> FrozenParameters:
-    """Return the frozen parameters without those that were trained earlier under the same name: their moments are kept."""
-    trained = {
-        name
-        for state in before
-        for name in frozen.ever & state.architecture.parameters().keys()
-        if not is_frozen(state.settings.frozen, name)
-    }
-    return replace(frozen, ever=frozen.ever - trained)
 
 
 def _saves(config: CheckpointConfig, steps_per_epoch: int | None) -> Iterator[str]:
@@ -374,7 +349,7 @@ def legs_of(
     Raises ScheduleError with all problems up to the first impossible growth: later operations would
     apply to a model that does not exist.
     """
-    legs = [Leg(None, initial, _pace(initial, spec))]
+    legs = [Leg(None, initial, pace_of(initial, spec))]
     problems: list[ConfigProblem] = []
     for entry in schedule:
         try:
@@ -450,10 +425,9 @@ def _own_totals(
     end = timeline(
         legs,
         [Budget("steps", start.step + branch.iters)],
-        evaluated_at_start=False,
+        Beginning(start, since=start.step),
         optimistic=optimistic,
         eval_epochs=config.eval.eval_epochs,
-        clock=start,
     )
     totals = _totals(end)
     return None if totals is None else totals.since(start)
@@ -476,13 +450,13 @@ def _leg(before: State, entry: Entry, spec: TaskSpec, world_size: int) -> Leg:
             raise _schedule_error(entry, part, f"is not possible here: {error}") from None
         reason = str(error)
     if reason:
-        return Leg(entry, before, _pace(before, spec), skip_reason=reason)
+        return Leg(entry, before, pace_of(before, spec), skip_reason=reason)
     changes = {
         key: (values(state.config)[key], value)
         for key, value in changed_config(state.config, after.config).items()
     }
     is_idle = plan is None and after == state and entry.operation.name not in _UNSEEN
-    return Leg(entry, after, _pace(after, spec), plan, config_changes=changes, is_idle=is_idle)
+    return Leg(entry, after, pace_of(after, spec), plan, config_changes=changes, is_idle=is_idle)
 
 
 def _faulty(state: State, operation: Operation) -> str:
@@ -539,7 +513,8 @@ def _schedule_error(entry: Entry, part: str, message: str, hint: str = "") -> Sc
     return ScheduleError(ConfigProblem((key, entry.place), f"{key} {message}", hint))
 
 
-def _pace(state: State, spec: TaskSpec) -> Pace:
+def pace_of(state: State, spec: TaskSpec) -> Pace:
+    """Return what every step of a state consumes and costs."""
     context = state.settings.context
     return Pace(
         state.settings.global_batch,

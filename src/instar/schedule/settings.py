@@ -278,7 +278,7 @@ def early_end_of_decay(settings: Settings, steps: int | None) -> str:
     if last >= steps:
         return ""
     return (
-        f"the learning rate's decay ends at step {last:,} as before, and the rate stays at its lowest until step "
+        f"the learning rate's decay ends at step {last:,}, and the rate stays at its lowest until step "
         f"{steps:,}; to decay until then: --set learning_rate.lr_decay_iters={steps - settings.lr_start}"
     )
 

@@ -185,6 +185,21 @@ class Timeline:
 
 
 @dataclass(frozen=True)
+class Beginning:
+    """Where a simulation begins."""
+
+    clock: Clock = field(default_factory=Clock)
+    is_evaluated: bool = False
+    """Whether there is a validation loss before its first step."""
+    since: int = 0
+    """Step of the last operation before it that is no branch; 0: there was none."""
+    has_changed: bool = False
+    """Whether there was such an operation."""
+    masked_until: int = 0
+    """The step at which the last mask is open."""
+
+
+@dataclass(frozen=True)
 class PartialStep:
     """A last step of an epoch, which has fewer samples than a global batch."""
 
@@ -276,23 +291,20 @@ class _Ending:
 def timeline(
     legs: Sequence[Leg],
     budgets: Sequence[Budget],
+    beginning: Beginning,
     *,
-    evaluated_at_start: bool,
     optimistic: bool,
     eval_epochs: int | None = None,
-    clock: Clock | None = None,
 ) -> Timeline:
     """Simulate the run through `legs`, the first of which has no entry.
 
     Args:
-        clock: at the beginning; None: step 0.
-        evaluated_at_start: whether there is a validation loss before the first step.
         optimistic: whether conditions on the loss hold at once, instead of never.
         eval_epochs: the epochs between evaluations, instead of an interval of steps.
     """
-    clock = clock or Clock()
-    masked_until, is_evaluated, clocks = 0, evaluated_at_start, [clock]
-    since, has_changed = clock.step, False
+    clock, clocks = beginning.clock, [beginning.clock]
+    since, has_changed = beginning.since, beginning.has_changed
+    masked_until, is_evaluated = beginning.masked_until, beginning.is_evaluated
     for before, leg in pairwise(legs):
         assert leg.entry is not None
         ending = _Ending(

@@ -157,7 +157,9 @@ def _problem_of_part(problem: ConfigProblem, number: int) -> ConfigProblem:
     if name not in ("source", "text_field", "tokens_field"):
         return problem
     key = f"data.mixture[{number}].{name}"
-    return replace(problem, keys=(key,), place=key)
+    # a line of a file stays the place
+    place = key if problem.place in ("", problem.key) else problem.place
+    return replace(problem, keys=(key,), place=place)
 
 
 def missing(

@@ -129,7 +129,7 @@ def compare_groups(
     goal, *metrics = metrics_of((target_metric, *metrics), records)
     patterns = metrics or _default_metrics(records)
     by_run = {record.run: record for record in records}
-    axes = {place.axis for place in places} or {axis}
+    axes = {place.axis for place in places} or {axis, "step"}
     curves = [
         [_curves(by_run[run], patterns, axes, target, goal) for run in group.runs]
         for group in groups
@@ -336,12 +336,15 @@ def _check_axis(axis: str, groups: Sequence[RunGroup], curves: Sequence[Sequence
     """Raise ConfigError if the record of a run, of another tool perhaps, has nothing on the axis."""
     for group, of_group in zip(groups, curves, strict=True):
         for run, of_run in zip(group.runs, of_group, strict=True):
-            measured = [by_axis[axis][0] for by_axis in of_run.metrics.values()]
-            if any(len(places) > 1 for places in measured) and not any(
-                (places > 0).any() for places in measured
-            ):
+            measured = list(of_run.metrics.values())
+            has_steps, has_axis = (
+                any((by_axis[name][0] > 0).any() for by_axis in measured) for name in ("step", axis)
+            )
+            if has_steps and not has_axis:
                 raise ConfigError.of(
-                    f"the record of {run.path} has no {axis}", "--x", "give another axis, such as step"
+                    f"the record of {run.path} has no {axis}",
+                    "--x",
+                    "give another axis, such as step",
                 )
 
 

@@ -2,30 +2,73 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 
 import msgspec
 
 from instar.checkpoint.manifest import CheckpointError
 from instar.checkpoint.store import Checkpoint
 from instar.config.budget import Counters
-from instar.config.errors import ConfigError
+from instar.config.errors import ConfigError, ConfigProblem
 from instar.config.fields import with_values
-from instar.run.resume import Continuation
-from instar.run.start.preflight import Prepared
-from instar.schedule.forecast import ScheduleError, forecast_ahead
-from instar.schedule.operations import Change, State, initial_state
-from instar.tasks.task import spec_class
+from instar.config.origins import SCHEDULE
+from instar.models.shape import mask_of
+from instar.run.resume import DERIVES, Continuation
+from instar.run.start.preflight import Prepared, sharding_problems
+from instar.schedule.forecast import (
+    Forecast,
+    PastStage,
+    ScheduleError,
+    decay_end,
+    forecast_of,
+    legs_of,
+    pace_of,
+    timelines,
+)
+from instar.schedule.operations import (
+    Change,
+    History,
+    State,
+    effective_changes,
+    initial_state,
+    plan_operation,
+)
+from instar.schedule.posted import Cancelled, Posted
+from instar.schedule.timeline import Beginning, Clock
+from instar.schedule.triggers import (
+    Entry,
+    evaluates_at_start,
+    last_step,
+    remaining,
+    schedule_entries,
+)
+from instar.tasks.task import TaskSpec, spec_class
+
+_LARGEST_EPOCH = 10**9
+"""samples, up to which shares of an epoch are exact that are saved as floating-point numbers"""
 
 
-def saved_counters(checkpoint: Checkpoint) -> Counters:
-    """Return what the run of a checkpoint had done; nothing of one that was imported.
+class _Course(msgspec.Struct, frozen=True):
+    since: int = 0
+    epochs_before: float = 0.0
 
-    Raises:
-        CheckpointError: its state does not say it.
-    """
+
+class _Saved(msgspec.Struct, frozen=True):
+    """What a checkpoint's state says of the way ahead; see `RunState.to_json`."""
+
+    progress: Counters = Counters()
+    course: _Course = _Course()
+    losses: tuple[tuple[int, float], ...] = ()
+    reevaluates_at: int = -1
+    posted: tuple[Posted, ...] = ()
+    cancelled: tuple[Cancelled, ...] = ()
+
+
+def _saved(checkpoint: Checkpoint) -> _Saved:
     try:
-        return msgspec.convert(checkpoint.state.get("progress", {}), Counters)
+        return msgspec.convert(checkpoint.state, _Saved)
     except (AttributeError, msgspec.MsgspecError) as error:
         what = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{checkpoint.path}: not the state of a run: {what}") from error
@@ -48,7 +91,8 @@ def with_rest(
     world_size: int,
     device: str | None = None,
 ) -> Prepared:
-    """Return a resumed run with the forecast of its rest, from the checkpoint on, instead of that of its config.
+    """Return a resumed run with the forecast of its rest, from the checkpoint on, instead of that of its config,
+    and with the end of the decay that follows from it where the config leaves it open.
 
     A history that is not this model's is left to whoever reads the checkpoint, who says what differs.
 
@@ -56,11 +100,11 @@ def with_rest(
         device: see `preflight`.
 
     Raises:
-        ConfigError: operations that are left cannot be carried out.
+        ConfigError: operations that are left cannot be carried out, or the model cannot be divided among the ranks.
         CheckpointError: the checkpoint does not say how far it is.
     """
-    progress = Counters() if checkpoint is None else saved_counters(checkpoint)
-    history = continuation.history
+    saved = _Saved() if checkpoint is None else _saved(checkpoint)
+    history, progress = continuation.history, saved.progress
     if continuation.operation is not None:
         history = (*history, Change(continuation.operation, progress.step, progress.samples))
     if device is not None:
@@ -69,11 +113,96 @@ def with_rest(
         )
     initial = at_step_0(continuation, prepared_run, world_size)
     try:
-        forecast = forecast_ahead(initial, history, progress, prepared_run.spec, world_size)
-    except ScheduleError as error:
-        loaded_config = continuation.loaded_config
-        problems = (loaded_config.problem(p.key, p.message, p.hint) for p in error.problems)
-        raise ConfigError(*problems) from None
+        past = past_stages(initial, history, progress.step)
     except (LookupError, TypeError, ValueError):
         return prepared_run
-    return replace(prepared_run, forecast=forecast)
+    present, spec, loaded_config = past[-1].state, prepared_run.spec, continuation.loaded_config
+    problems: list[ConfigProblem] = []
+    try:
+        entries = _entries_left(present, history, continuation, saved)
+        legs = legs_of(entries, present, spec, world_size)
+    except ScheduleError as error:
+        problems = [loaded_config.problem(p.key, p.message, p.hint) for p in error.problems]
+    problems += sharding_problems(loaded_config, spec, present.architecture, world_size)
+    if problems:
+        raise ConfigError(*problems)
+    before = past[-2].state if continuation.operation is not None else present
+    beginning = _beginning(saved, history, before, present, spec, is_new=checkpoint is None)
+    lines = timelines(legs, present.config, beginning)
+    forecast = forecast_of(legs, lines, spec, world_size, past)
+    return _with_decay(replace(prepared_run, forecast=forecast), forecast)
+
+
+def past_stages(initial: State, history: History, step: int) -> list[PastStage]:
+    """Return the stages of a run that has got to a step; the last is the present one.
+
+    Raises:
+        LookupError, TypeError, ValueError: the history is that of another run.
+    """
+    stages, state, plan, begun = list[PastStage](), initial, None, 0
+    for change in effective_changes(history):
+        stages.append(PastStage(state, plan, has_steps=change.step > begun))
+        state, plan = plan_operation(state, change.operation, change.step)
+        begun = change.step
+    return [*stages, PastStage(state, plan, has_steps=step > begun)]
+
+
+def _entries_left(
+    present: State, history: History, continuation: Continuation, saved: _Saved
+) -> Sequence[Entry]:
+    """Return the entries of the schedule that may still fire, and what people asked for that waits."""
+    operation = continuation.operation
+    is_other_schedule = operation is not None and SCHEDULE in operation.value
+    cancelled = () if is_other_schedule else saved.cancelled
+    numbers = {entry.number for entry in cancelled}
+    entries = remaining(schedule_entries(present.config), history)
+    return [
+        *(entry for entry in entries if entry.number not in numbers),
+        *(post.entry for post in saved.posted),
+    ]
+
+
+def _beginning(
+    saved: _Saved, history: History, before: State, present: State, spec: TaskSpec, *, is_new: bool
+) -> Beginning:
+    """Return where the rest begins.
+
+    Args:
+        before: the state before what the resume changes.
+        is_new: nothing was saved yet.
+    """
+    progress, course = saved.progress, saved.course
+    clock = Clock(
+        progress.step,
+        progress.samples,
+        progress.tokens,
+        in_order=progress.samples - course.since,
+        epochs_before=Fraction(course.epochs_before).limit_denominator(_LARGEST_EPOCH),
+    )
+    pace = pace_of(before, spec)
+    if pace_of(present, spec).order != pace.order:
+        clock = clock.new_order(pace)
+    evaluated = {saved.reevaluates_at, *(step for step, _ in saved.losses[-1:])}
+    mask, last = mask_of(present.architecture), last_step(history)
+    return Beginning(
+        clock,
+        is_evaluated=evaluates_at_start(present.config) if is_new else progress.step in evaluated,
+        since=last or 0,
+        has_changed=last is not None,
+        masked_until=0 if mask is None else mask.end,
+    )
+
+
+def _with_decay(prepared_run: Prepared, forecast: Forecast) -> Prepared:
+    """Return the run with the end of its decay at that of the run, where the config leaves it open."""
+    if DERIVES not in prepared_run.derived_values:
+        return prepared_run
+    end = decay_end(with_values(prepared_run.config, {DERIVES: None}), forecast.steps)
+    if end is None:
+        return prepared_run
+    end -= forecast.stages[0].settings.lr_start
+    return replace(
+        prepared_run,
+        config=with_values(prepared_run.config, {DERIVES: end}),
+        derived_values={**prepared_run.derived_values, DERIVES: end},
+    )

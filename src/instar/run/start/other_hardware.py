@@ -124,7 +124,7 @@ def _can_shard(loaded_config: Loaded, spec: TaskSpec, hardware: Hardware) -> boo
     fsdp_config = _with_values(loaded_config, {"parallel.strategy": "fsdp"})
     conflicts = [
         *extension_conflicts(fsdp_config.config),
-        *sharding_problems(fsdp_config, spec, hardware.devices),
+        *sharding_problems(fsdp_config, spec, spec.architecture, hardware.devices),
     ]
     return not conflicts
 

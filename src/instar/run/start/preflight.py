@@ -24,6 +24,7 @@ from instar.config.schema import MUONS, OptimizerConfig, RunConfig
 from instar.config.torch_optim.optimizers import unread_keys
 from instar.config.torch_optim.schedulers import CYCLES_MOMENTUM
 from instar.extensions import active_extensions, load_target
+from instar.models.shape import Growable
 from instar.record.format import bytes_text
 from instar.record.rundir import check_run_dir
 from instar.record.start_folder import explain_error
@@ -180,7 +181,8 @@ def preflight(
     problems += _batch_problems(loaded_config, spec, world_size, settings)
     with _collecting(problems):
         _check_place(loaded_config, world_size)
-    problems += sharding_problems(loaded_config, spec, world_size)
+    if new:  # a resumed model may have grown
+        problems += sharding_problems(loaded_config, spec, spec.architecture, world_size)
     if new and world_size == 1 and config.parallel.strategy in ("fsdp", "hsdp"):
         problems.append(
             loaded_config.problem(
@@ -371,7 +373,7 @@ def _resolve(config: RunConfig, spec: TaskSpec, forecast: Forecast) -> Prepared:
 
 
 def sharding_problems(
-    loaded_config: Loaded, spec: TaskSpec, world_size: int
+    loaded_config: Loaded, spec: TaskSpec, architecture: Growable, world_size: int
 ) -> Iterator[ConfigProblem]:
     """Yield why the model cannot be divided among the ranks that are to share it."""
     strategy, shards = (
@@ -386,7 +388,7 @@ def sharding_problems(
             f"the task {loaded_config.config.task} refuses parallel.strategy {strategy}: {reason}",
             "use strategy: ddp",
         )
-    table = spec.architecture.parameters()
+    table = architecture.parameters()
     sizes = {name: math.prod(entry.shape) for name, entry in table.items()}
     scalars = [name for name, entry in table.items() if not entry.shape]
     short = [name for name, entry in table.items() if entry.shape and entry.shape[0] < shards]

@@ -257,7 +257,9 @@ def resolve_strategy(loaded_config: Loaded, prepared_run: Prepared, world: World
     with_fsdp = with_strategy("fsdp")
     conflicts = [
         *extension_conflicts(with_fsdp.config),
-        *sharding_problems(with_fsdp, prepared_run.spec, world.size),
+        *sharding_problems(
+            with_fsdp, prepared_run.spec, forecast.stages[0].architecture, world.size
+        ),
     ]
     bytes_by_strategy = {
         name: memory.kept_bytes for name, memory in forecast.stages[0].memory.items()
