@@ -17,6 +17,7 @@ from tiny_run import codes, events, said
 
 from instar.api.control import preview_operation
 from instar.cli import control
+from instar.record.control import send_post
 from instar.record.rundir import RunDir
 
 Instar = Callable[..., subprocess.CompletedProcess[str]]
@@ -149,6 +150,45 @@ def test_a_run_is_asked_for_operations(
     assert names == ["change_lr", "insert_layers"]
     assert "is not running" in applied(instar, "apply", "change_lr=0.5", code=3).stderr
     assert list((place / "run" / "control").glob("*.apply")) == []
+
+
+def test_what_a_stopped_run_would_carry_out_is_listed_and_given_up(
+    instar: Instar, place: Path
+) -> None:
+    """What a checkpoint has, what a run that crashed had taken in, and entries of its schedule."""
+    entry = "schedule=[{name: set_clip, value: 0.5, when: {at_step: 90}}]"
+    instar("train", "tiny.yaml", "--set", "record.run_dir=run", "--set", entry)
+    folder = place / "run" / "control"
+    waits = {"name": "change_lr", "value": 0.5, "when": {"at_step": 80}}
+    saved, crashed = (
+        send_post(folder, "apply", content)
+        for content in (waits, {"name": "change_lr", "value": 1e9})
+    )
+    crashed.path.rename(crashed.path.with_suffix(".aside"))
+    instar("resume", "run", "--until", "9it")
+    assert not saved.path.exists(), "the checkpoint has it"
+    crashed.path.with_suffix(".aside").rename(crashed.path)
+
+    rows = instar("control", "run", "list").stdout
+    assert re.search(rf"^id={saved.id} +change_lr 0.5 .*at step 80", rows, re.MULTILINE)
+    assert re.search(rf"^id={crashed.id} +change_lr 1000000000.0", rows, re.MULTILINE)
+    assert re.search(r"^entry=0 +set_clip 0.5", rows, re.MULTILINE)
+    failed = instar("resume", "run", "--until", "40it", code=4)
+    command = f"instar control run cancel id={crashed.id}"
+    assert f"carries it out again, unless it is given up with: {command}" in failed.stderr
+
+    for words in ((f"id={saved.id}",), (f"id={crashed.id}",), ("entry=0",)):
+        given_up = instar("control", "run", "cancel", *words).stdout
+        assert "cancelled: the next resume gives it up" in given_up
+    assert instar("control", "run", "list").stderr == "nothing waits\n"
+    again = instar("control", "run", "cancel", f"id={saved.id}", code=2).stderr
+    assert "that does not wait; what waits: nothing" in again
+    instar("resume", "run", "--until", "99it")
+    last = {e["name"] for e in events(place / "run", "operation") if e["step"] > 9}
+    assert last <= {"change_lr"}, "that of the resume which failed"
+    assert events(place / "run", "train")[-1]["lr"] < 1.0
+    assert list(folder.glob("*.apply")) == []
+    assert list(folder.glob("*.cancel")) == []
 
 
 WRONG = {

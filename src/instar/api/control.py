@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import chdir
@@ -9,23 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
-
-from instar.checkpoint.manifest import CheckpointError, Manifest, read_manifest
+from instar.api.waiting import config_in_force, latest_manifest, read_waiting
 from instar.config.errors import ConfigError, InstarError
 from instar.config.files import read_regular
-from instar.config.schema import RunConfig
 from instar.config.sections import ScheduledOperation
 from instar.logs.query.tail import Follower
 from instar.logs.read.reader_cache import cached_summary
 from instar.record.control import (
-    MOST_BYTES,
     REQUESTED,
-    WAITING,
     Command,
     Post,
     send_post,
     send_request,
+    user_name,
 )
 from instar.record.events import Asked, OperationEvent, RunStarted
 from instar.record.imported import refuse_imported
@@ -33,9 +30,8 @@ from instar.record.lock import lock_owner
 from instar.record.rundir import RunDir
 from instar.record.start_folder import begun_in
 from instar.run.load_config import load_run_config
-from instar.run.resume import began_with
 from instar.schedule.forecast import Stage, forecast_change
-from instar.schedule.operations import effective, fold_history, history_from_json, initial_state
+from instar.schedule.operations import fold_history, history_from_json, initial_state
 from instar.schedule.posted import normalize
 from instar.schedule.triggers import entry_of
 
@@ -54,28 +50,6 @@ class Refused(InstarError):  # noqa: N818
     """The run has refused what it was asked for; it goes on unchanged."""
 
     exit_code = 2
-
-
-class WaitingEntry(msgspec.Struct, frozen=True):
-    """An operation that waits for its trigger: an entry of the schedule, or asked for."""
-
-    name: str
-    when: str
-    value: Any = None
-    options: dict[str, Any] = {}
-    entry: int | None = None
-    """its index in the schedule"""
-    id: str = ""
-    """of the request"""
-    by: str = ""
-    since_step: int | None = None
-
-
-class Waiting(msgspec.Struct, frozen=True):
-    """What waits in a run, as it was when the run wrote it last."""
-
-    schedule: list[WaitingEntry] = []
-    asked: list[WaitingEntry] = []
 
 
 @dataclass(frozen=True)
@@ -110,7 +84,7 @@ def check_operation_for(run: RunDir, content: Mapping[str, Any]) -> None:
         ConfigError: no run of this config could carry it out.
     """
     try:
-        normalize(content, _config_in_force(run))
+        normalize(content, config_in_force(run))
     except ValueError as error:
         raise ConfigError.of(str(error)) from None
 
@@ -124,7 +98,7 @@ def preview_operation(run: RunDir, content: Mapping[str, Any]) -> Preview:
     from instar.run.start.preflight import preflight  # opens the data
 
     run, base, overrides = begun_in(run, ())
-    manifest, world_size = _latest(run), _world_size(run)
+    manifest, world_size = latest_manifest(run), _world_size(run)
     try:
         with chdir(base):
             loaded_config = load_run_config(str(run.config), overrides, resuming=True)
@@ -188,6 +162,9 @@ def change_run(
             unless the run has taken it in, and is still carrying it out.
         ConfigError: see `post_operation`.
     """
+    if command == "cancel" and lock_owner(run.lock) is None:
+        refuse_imported(run)
+        return _cancel_at_rest(run, content)
     offset = run.events.stat().st_size if run.events.exists() else 0
     if command == "apply":
         check_operation_for(run, content)
@@ -218,19 +195,37 @@ def change_run(
     raise AssertionError("the answers do not end")
 
 
-def read_waiting(run: RunDir) -> Waiting:
-    """Return what waits in a run, empty if nothing does.
+def _cancel_at_rest(run: RunDir, which: Mapping[str, Any]) -> RequestOutcome:
+    """Give up what a run that does not train would carry out at its next resume.
 
     Raises:
-        ConfigError: the file in which the run wrote it cannot be read.
+        Refused: nothing of that waits.
+        ConfigError: see `post_operation`.
     """
-    path = run.control / WAITING
+    waiting = read_waiting(run)
+    entries = [*waiting.asked, *waiting.schedule]
+    named = [e for e in entries if which in ({"id": e.id}, {"entry": e.entry})]
+    if not named:
+        names = (f"id={e.id}" if e.id else f"entry={e.entry}" for e in entries)
+        raise Refused(
+            f"{run.path}: that does not wait; what waits: {', '.join(names) or 'nothing'}"
+        )
+    entry = named[0]
     try:
-        return msgspec.json.decode(read_regular(path, 64 * MOST_BYTES), type=Waiting)
-    except FileNotFoundError:
-        return Waiting()
-    except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise ConfigError.of(f"cannot be read: {error}", where=str(path)) from None
+        post = send_post(run.control, "cancel", which)
+    except (TypeError, ValueError) as error:
+        raise ConfigError.of(f"the request cannot be sent: {error}") from None
+    manifest = latest_manifest(run)
+    event = Asked(
+        step=0 if manifest is None else manifest.step,
+        id=post.id,
+        by=user_name(os.geteuid()),
+        outcome="cancelled",
+        operation=entry.name,
+        value=entry.value,
+        reason="the next resume gives it up before its first step",
+    )
+    return RequestOutcome(post.id, "cancelled", event)
 
 
 def request(run: RunDir, command: Command, timeout_s: float = 120.0) -> str:
@@ -292,23 +287,6 @@ def _answers(run: RunDir, offset: int, number: str) -> Iterator[Asked | Operatio
         yield None
 
 
-def _latest(run: RunDir) -> Manifest | None:
-    try:
-        path = run.latest_checkpoint()
-        return None if path is None else read_manifest(path)
-    except (OSError, ValueError, CheckpointError):
-        return None
-
-
-def _config_in_force(run: RunDir) -> RunConfig:
-    manifest = _latest(run)
-    config = began_with(run, manifest)
-    try:
-        return effective(config, history_from_json(manifest.history if manifest else ()))[0]
-    except ValueError as error:
-        raise ConfigError.of(f"the run's history cannot be read: {error}") from None
-
-
 def _world_size(run: RunDir) -> int:
     events = cached_summary(run).events if run.events.exists() else ()
     sizes = [event.world_size for event in events if isinstance(event, RunStarted)]
@@ -326,5 +304,5 @@ def _identity(path: Path) -> tuple[int, int]:
 
 def _saved_on_request(run: RunDir) -> bool:
     """Return whether the latest checkpoint was saved on request."""
-    manifest = _latest(run)
+    manifest = latest_manifest(run)
     return manifest is not None and REQUESTED in manifest.reason

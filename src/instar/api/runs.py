@@ -165,7 +165,7 @@ class Run:
 
     def waiting(self) -> Mapping[str, Any]:
         """Return what waits: the rest of the `schedule`, and what was `asked` for, as the run wrote it last."""
-        from instar.api.control import read_waiting
+        from instar.api.waiting import read_waiting
 
         values: dict[str, Any] = msgspec.to_builtins(read_waiting(self.record.run))
         return values

@@ -15,9 +15,9 @@ from instar.api.control import (
     RequestOutcome,
     change_run,
     preview_operation,
-    read_waiting,
     request,
 )
+from instar.api.waiting import read_waiting
 from instar.cli.output import print_json, print_table
 from instar.config.errors import ConfigError
 from instar.logs.query.state import run_status

@@ -234,6 +234,10 @@ class Inbox:
         """Keep a post's file until `settle`: a run that is killed before must find it again."""
         self._accepted[post.id] = post
 
+    def unsaved(self) -> list[Post]:
+        """Return the posts that the run has taken in, and no checkpoint has."""
+        return list(self._accepted.values())
+
     def settle(self, ids: Collection[str]) -> None:
         """Remove the accepted posts of these ids, which a checkpoint has."""
         for number in [number for number in self._accepted if number in ids]:

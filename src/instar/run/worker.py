@@ -23,6 +23,7 @@ from instar.record.console import open_console, silent_console
 from instar.record.progress import Display, showing
 from instar.record.rundir import RunDir
 from instar.run.changes.branching import unfinished_branches
+from instar.run.changes.requests import warn_of_unsaved
 from instar.run.checkpointing import finish_extensions, update_best_pointers
 from instar.run.final_test import is_tested, run_final_test
 from instar.run.output.extension import end_extensions
@@ -192,6 +193,8 @@ def _train_to_end(trainer: Trainer, run_dir: RunDir) -> Decision:
             raise extension_error
     except BaseException:
         trainer.parts.saver.abandon()
+        with suppress(Exception):
+            warn_of_unsaved(trainer.state, trainer.parts, run_dir)
         if trainer.parts.world.size == 1:  # with several ranks, a collective could hang
             with suppress(Exception):
                 trainer.parts.logger.flush_interval(trainer.state.progress)

@@ -11,13 +11,8 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from instar.api.control import (
-    WaitingEntry,
-    check_operation_for,
-    post_cancel,
-    post_operation,
-    read_waiting,
-)
+from instar.api.control import check_operation_for, post_cancel, post_operation
+from instar.api.waiting import WaitingEntry, read_waiting
 from instar.config.errors import ConfigError, InstarError, shorten_text, value_text
 from instar.record.control import MOST_BYTES, user_name
 from instar.record.format import encodable

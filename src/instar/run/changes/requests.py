@@ -15,9 +15,11 @@ from typing import Any, cast
 from instar.config.errors import InstarError
 from instar.config.sections import ScheduledOperation
 from instar.distributed.agree import agree, raise_on_all_ranks
+from instar.models.shape import mask_of
 from instar.record.atomic import replace_file
 from instar.record.control import WAITING, Post
 from instar.record.events import Asked
+from instar.record.rundir import RunDir
 from instar.run.components import Components
 from instar.run.state.run_state import RunState
 from instar.schedule.branches import BRANCH
@@ -189,15 +191,23 @@ def log(state: RunState, parts: Components, asking: Asking, outcome: Any, reason
     parts.logger.log_asked(state.progress, event)
 
 
-def log_waiting(state: RunState, parts: Components, ids: Collection[str]) -> None:
-    """Log the operations of these requests that wait for their triggers."""
+def log_waiting(
+    state: RunState, parts: Components, ids: Collection[str], *, at_end: bool = False
+) -> None:
+    """Log the operations of these requests that wait for their triggers.
+
+    Args:
+        at_end: the run has ended.
+    """
     for post in state.posted:
         if post.id in ids:
             operation = post.entry.operation
             asking = Asking(post.id, post.by, operation.name, operation.value)
             why = words(post.entry.trigger)
             if post.is_immediate:
-                why = "until the open mask is folded, or the run is resumed"
+                is_masked = mask_of(state.in_force.architecture) is not None
+                why = "until the open mask is folded" if is_masked else "until the next step"
+                why = "until the run is resumed: it has ended" if at_end else why
             log(state, parts, asking, "waits", why)
 
 
@@ -206,7 +216,7 @@ def end_waiting(state: RunState, parts: Components) -> RunState:
     earlier_ids = state.request_ids
     if parts.sync.posts_waiting:
         state = take_in(state, parts)
-        log_waiting(state, parts, state.request_ids - earlier_ids)
+        log_waiting(state, parts, state.request_ids - earlier_ids, at_end=True)
     later = "a resume with a later end goes on with it"
     for post in state.posted:
         why = "" if post.is_immediate else f", {words(post.entry.trigger)}"
@@ -217,6 +227,20 @@ def end_waiting(state: RunState, parts: Components) -> RunState:
         for unread in inbox.posts():
             parts.logger.warn(f"{unread.path.name} came after the last step; {later}", state.step)
     return state
+
+
+def warn_of_unsaved(state: RunState, parts: Components, run: RunDir) -> None:
+    """Say at a failure what was asked for since the last checkpoint, which a resume does again. Not a collective."""
+    inbox = parts.sync.inbox
+    for post in inbox.unsaved() if inbox is not None else ():
+        changes = [c.operation for c in state.history if c.id == post.id]
+        operations = [*changes, *(p.entry.operation for p in state.posted if p.id == post.id)]
+        name = operations[0].name if operations else "an operation"
+        parts.logger.warn(
+            f"{name} was asked for after the last checkpoint: a resume carries it out again, unless it is given up "
+            f"with: instar control {run.shell_word} cancel id={post.id}",
+            state.step,
+        )
 
 
 def skip_cancelled(state: RunState, parts: Components) -> RunState:

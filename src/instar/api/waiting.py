@@ -1,0 +1,173 @@
+"""What waits in a run: entries of its schedule, and what people asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from instar.checkpoint.manifest import CheckpointError, Manifest, read_manifest
+from instar.checkpoint.store import load_checkpoint
+from instar.config.errors import ConfigError, InstarError
+from instar.config.files import read_regular
+from instar.config.schema import RunConfig
+from instar.record.control import MOST_BYTES, WAITING, Inbox
+from instar.record.lock import lock_owner
+from instar.record.rundir import RunDir
+from instar.run.resume import began_with
+from instar.schedule.operations import effective, history_from_json
+from instar.schedule.posted import Cancelled, Posted, normalize
+from instar.schedule.triggers import Entry, remaining, schedule_entries, words
+
+
+class WaitingEntry(msgspec.Struct, frozen=True):
+    """An operation that waits for its trigger: an entry of the schedule, or asked for."""
+
+    name: str
+    when: str
+    value: Any = None
+    options: dict[str, Any] = {}
+    entry: int | None = None
+    """its index in the schedule"""
+    id: str = ""
+    """of the request"""
+    by: str = ""
+    since_step: int | None = None
+
+
+class Waiting(msgspec.Struct, frozen=True):
+    """What waits in a run, as it was when the run wrote it last."""
+
+    schedule: list[WaitingEntry] = []
+    asked: list[WaitingEntry] = []
+
+
+class _Saved(msgspec.Struct, frozen=True):
+    """What a checkpoint's state says of requests; see `RunState.to_json`."""
+
+    posted: tuple[Posted, ...] = ()
+    cancelled: tuple[Cancelled, ...] = ()
+    closed: tuple[str, ...] = ()
+
+
+def read_waiting(run: RunDir) -> Waiting:
+    """Return what waits in a run, empty if nothing does: what it wrote last, and of a run that does not train what a
+    resume of its latest checkpoint would find.
+
+    Raises:
+        ConfigError: the file in which the run wrote it cannot be read.
+    """
+    if lock_owner(run.lock) is None:
+        try:
+            return _at_rest(run)
+        except (InstarError, LookupError, OSError, TypeError, ValueError):
+            pass  # what the run wrote last can still be read
+    path = run.control / WAITING
+    try:
+        return msgspec.json.decode(read_regular(path, 64 * MOST_BYTES), type=Waiting)
+    except FileNotFoundError:
+        return Waiting()
+    except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ConfigError.of(f"cannot be read: {error}", where=str(path)) from None
+
+
+def _at_rest(run: RunDir) -> Waiting:
+    """Return what a resume of the latest checkpoint would find, there and in the control folder.
+
+    Raises:
+        InstarError, LookupError, OSError, TypeError, ValueError: the run cannot be read.
+    """
+    manifest, path = latest_manifest(run), run.latest_checkpoint()
+    state: Mapping[str, Any] = {} if path is None else load_checkpoint(path, check=False).state
+    saved = msgspec.convert(state, _Saved)
+    history = history_from_json(manifest.history if manifest is not None else ())
+    requests = _unread(run, 0 if manifest is None else manifest.step)
+    answered = {change.id for change in history} | {*saved.closed, *requests.cancelled_ids}
+    asked = {post.id: post for post in (*saved.posted, *requests.posted) if post.id not in answered}
+    cancelled = {entry.number for entry in saved.cancelled} | requests.cancelled_entries
+    entries = remaining(schedule_entries(config_in_force(run)), history)
+    return Waiting(
+        schedule=[_row(e, number=e.number) for e in entries if e.number not in cancelled],
+        asked=[
+            _row(post.entry, id_=post.id, by=post.by, since_step=post.step)
+            for post in asked.values()
+        ],
+    )
+
+
+@dataclass(frozen=True)
+class _Unread:
+    """Requests in a control folder."""
+
+    posted: Sequence[Posted]
+    cancelled_ids: Set[str]
+    cancelled_entries: Set[int]
+
+
+def _unread(run: RunDir, step: int) -> _Unread:
+    """Return the requests that no run has taken in and saved, without those that a run would refuse."""
+    inbox, config = Inbox(run.control), config_in_force(run)
+    inbox.requests()  # which looks
+    posted: list[Posted] = []
+    cancels: list[Mapping[str, Any]] = []
+    for post in inbox.posts():
+        with suppress(OSError, ValueError):
+            content, by = post.read()
+            if not isinstance(content, dict):
+                continue
+            if post.command == "cancel":
+                cancels.append(content)
+                continue
+            posted.append(Posted(post.id, by, step, normalize(content, config)))
+    return _Unread(
+        posted,
+        {str(content["id"]) for content in cancels if "id" in content},
+        {content["entry"] for content in cancels if isinstance(content.get("entry"), int)},
+    )
+
+
+def _row(
+    entry: Entry,
+    *,
+    number: int | None = None,
+    id_: str = "",
+    by: str = "",
+    since_step: int | None = None,
+) -> WaitingEntry:
+    operation = entry.operation
+    return WaitingEntry(
+        name=operation.name,
+        value=operation.value,
+        options=dict(operation.options),
+        when=words(entry.trigger),
+        entry=number,
+        id=id_,
+        by=by,
+        since_step=since_step,
+    )
+
+
+def latest_manifest(run: RunDir) -> Manifest | None:
+    """Return the manifest of the latest checkpoint; None if there is none that can be read."""
+    try:
+        path = run.latest_checkpoint()
+        return None if path is None else read_manifest(path)
+    except (OSError, ValueError, CheckpointError):
+        return None
+
+
+def config_in_force(run: RunDir) -> RunConfig:
+    """Return the config of a run as of its latest checkpoint.
+
+    Raises:
+        ConfigError: its history cannot be read.
+    """
+    manifest = latest_manifest(run)
+    config = began_with(run, manifest)
+    try:
+        return effective(config, history_from_json(manifest.history if manifest else ()))[0]
+    except ValueError as error:
+        raise ConfigError.of(f"the run's history cannot be read: {error}") from None
