@@ -16,7 +16,9 @@ from forks import INSTAR, Child, Forks
 from tiny_run import codes, events, said
 
 from instar.api.control import preview_operation
+from instar.api.waiting import read_waiting
 from instar.cli import control
+from instar.config.errors import ConfigError
 from instar.record.control import send_post
 from instar.record.rundir import RunDir
 
@@ -199,17 +201,32 @@ WRONG = {
     ("apply", "change_lr=[1"): "change_lr",
     ("cancel", "change_lr=0.5"): "names nothing that waits",
     ("list", "--dry-run"): "--dry-run is for apply",
+    (
+        "apply",
+        "insert_layers=1",
+        "when={at_stp: 9}",
+    ): "unknown key 'at_stp' in when; did you mean 'at_step'?",
+    ("apply", "change_lr=0.5", "trigger_loss=abc"): "trigger_loss must be",
 }
 
 
-def test_what_is_mistyped_is_an_error_before_anything_is_asked(instar: Instar, place: Path) -> None:
+def test_what_is_mistyped_is_an_error_before_anything_is_asked(instar: Instar) -> None:
     instar("train", "tiny.yaml", "--set", "record.run_dir=run")
     for words, message in WRONG.items():
-        assert message in applied(instar, *words, code=2).stderr, words
+        said = applied(instar, *words, code=2).stderr
+        assert message in said, words
+        assert "schedule[" not in said, "nobody wrote that"
     assert applied(instar, "list").stderr == "nothing waits\n"
-    (place / "run" / "control").mkdir()
-    (place / "run" / "control" / "waiting.json").write_text('{"asked": [{"name": 3}]}')
-    assert "waiting.json" in applied(instar, "list", code=2).stderr
+
+
+def test_a_file_of_a_running_run_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("instar.api.waiting.lock_owner", lambda _: 1)
+    (tmp_path / "control").mkdir()
+    (tmp_path / "control" / "waiting.json").write_text('{"asked": [{"name": 3}]}')
+    with pytest.raises(ConfigError, match=r"waiting\.json: cannot be read"):
+        read_waiting(RunDir(tmp_path))
 
 
 @pytest.mark.parametrize("id_", ["123456e78901", "00e123456789", "012345678901"])

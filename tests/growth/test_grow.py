@@ -466,3 +466,12 @@ def test_the_loss_goes_on_where_the_state_is_kept_and_jumps_where_it_is_reset() 
         assert abs(kept.mean() - ungrown.mean()) < spread
         assert (reset - ungrown).max() > 2 * (kept - ungrown).abs().max()
         assert (reset - ungrown).max() > 0.1
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    model = model_of("llama")
+    other = torch.optim.AdamW(copy.deepcopy(model).parameters())
+    before = [*model.parameters()]
+    with pytest.raises(GrowthError, match="optimizer has no parameter of this model"):
+        grow(model, "widen_mlp", "x2", optimizer=other)
+    assert all(p is q for p, q in zip(before, model.parameters(), strict=True))

@@ -10,7 +10,7 @@ from written_runs import written
 
 from instar.config.errors import ConfigError
 from instar.logs.query.runs import find_runs
-from instar.record.rundir import runs_in
+from instar.record.rundir import find_run, runs_in
 
 
 @pytest.fixture
@@ -78,6 +78,18 @@ def test_without_any_run_it_is_said_how_to_start_one(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="no run in runs; start one with instar train"):
         find_runs([])
+
+
+def test_a_path_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path / "there" / "runs" / "grow-abcde", {1: 1.0})
+    for find in (find_run, lambda text: find_runs([text])):
+        for text in ("nowhere/foo", str(tmp_path / "there" / "runs" / "foo")):
+            with pytest.raises(ConfigError) as caught:
+                find(text)
+            assert text in str(caught.value)
+        with pytest.raises(ConfigError, match=r"did you mean .*grow-abcde"):
+            find("there/runs/grow-abcd")
 
 
 def test_a_folder_without_runs_has_none(tmp_path: Path) -> None:

@@ -46,6 +46,8 @@ ALIASES: Mapping[str, str] = {
     "model.pooling": "pool aggr readout",
     "data.source": "dataset data_dir train_file corpus",
     "data.order": "shuffle",
+    "data.val_fraction": "val val_ratio val_split validation_split",
+    "data.test_fraction": "test test_ratio test_split",
     "data.balance": "balanced class_balanced balance_classes balanced_sampler",
     "data.sample_weights": "sampler weighted_sampler sampling_weights weight_column",
     "data.train_subset": "max_train_samples limit_train_batches train_size train_fraction select_range",

@@ -272,6 +272,8 @@ def find_run(text: str, out_dir: Path = Path("runs")) -> RunDir:
     path = Path(text)
     if RunDir(path).holds_run():
         return RunDir(path)
+    if path.parent != Path() and not path.exists() and not (out_dir / path).exists():
+        raise ConfigError.of(f"no folder {text}", hint=_near_folder(path))
     runs = runs_in(out_dir)
     if not runs:
         raise ConfigError.of(f"no run in {out_dir}", hint="start one with instar train")
@@ -293,6 +295,14 @@ def find_run(text: str, out_dir: Path = Path("runs")) -> RunDir:
     names = [name for run in runs for name in (run.path.name, run.id)]
     hint = nearest_hint(text, names, f"the latest is {runs[-1].path.name!r}")
     raise ConfigError.of(f"no run {text!r} in {out_dir}", hint=hint)
+
+
+def _near_folder(path: Path) -> str:
+    """Return a hint at the runs in the folder of a path that does not exist."""
+    names = [run.path.name for run in runs_in(path.parent)]
+    if not names:
+        return f"{path.parent} has no run" if path.parent.is_dir() else ""
+    return nearest_hint(path.name, names, f"the latest in {path.parent} is {names[-1]!r}")
 
 
 def _claim(path: Path, fill: Callable[[RunDir], None]) -> RunDir:

@@ -187,7 +187,12 @@ def values_with_weights(config_values: Mapping[str, Any]) -> Brought:
         section = _with_prefix(weights.section())
         source = weights.tokenizer() if task in _ON_TEXT else None
     except CheckpointError as error:
-        return {}, "", (ConfigProblem((KEY,), f"{KEY}: {error}"),)
+        adapter = _adapter(config_values)
+        is_of_adapter = adapter is not None and str(error).startswith(str(Path(adapter)))
+        key = ADAPTER if is_of_adapter else KEY
+        title, *lines = str(error).splitlines()
+        text = " ".join(filter(None, (title, "; ".join(map(str.strip, lines)))))
+        return {}, "", (ConfigProblem((key,), f"{key}: {text}"),)
     except ConfigError as error:
         return {}, "", [_problem(KEY, problem) for problem in error.problems]
     conflicts = [*_conflicts(config_values, section, weights)]

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from instar.config.errors import ConfigProblem
 from instar.config.schema import RunConfig
 from instar.config.sections import ScheduledOperation
-from instar.config.suggestions import wrong_value
+from instar.config.suggestions import unknown_key, wrong_value
 from instar.schedule.branches import BRANCH
 from instar.schedule.checks import entry_findings, mistakes
 from instar.schedule.triggers import Entry, entry_of
@@ -79,8 +79,16 @@ def normalize(content: object, config: RunConfig) -> dict[str, Any]:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         path = ("schedule", len(config.schedule), *first["loc"])
-        message, hint = wrong_value(type(config), path, first["input"], first["type"], first["msg"])
-        raise ValueError("; ".join(filter(None, (message, hint)))) from None
+        if first["type"] == "extra_forbidden":
+            message, hint, _ = unknown_key(type(config), path)
+        else:
+            message, hint = wrong_value(
+                type(config), path, first["input"], first["type"], first["msg"]
+            )
+        text = "; ".join(filter(None, (message, hint)))
+        place = f"schedule[{len(config.schedule)}]"  # which nobody has written
+        text = text.replace(f" in {place}.", " in ").replace(f" in {place}", "")
+        raise ValueError(text.replace(f"{place}.", "")) from None
     for key, message, hint in entry_findings(entry, config):
         text = f"{entry.name}{f'.{key}' if key else ''} {message}"
         raise ValueError("; ".join(filter(None, (text, hint))))

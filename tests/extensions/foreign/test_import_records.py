@@ -57,6 +57,20 @@ def run_of(instar: Instar, place: Path, tool: str, path: Path) -> str:
     return folder
 
 
+def test_a_table_of_lightning_that_was_edited_is_one_by_its_name(
+    instar: Instar, place: Path
+) -> None:
+    folder = place / "lightning_logs" / "version_0"
+    folder.mkdir(parents=True)
+    text = "epoch,step,train_loss,val_loss,val_acc\r\n0,1,3.0,,\r\n0,2,2.5,2.6,0.5\r\n"
+    (folder / "metrics.csv").write_text(text)
+    for words in ((), ("--from", "lightning")):
+        done = instar("logs", "import", "lightning_logs/version_0", *words)
+        assert "Lightning's metrics.csv" in done.stderr
+    (folder / "own.csv").write_text(text)
+    instar("logs", "import", "lightning_logs/version_0/own.csv", code=2)
+
+
 def test_an_axis_that_a_record_does_not_have_is_named(
     record_of: RecordOf, instar: Instar, place: Path
 ) -> None:

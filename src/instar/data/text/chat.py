@@ -288,6 +288,14 @@ def conversation_sizes(marks: TokenSequence) -> Int64Array:
     return np.diff(begins, append=len(marks))
 
 
+def _shortest_context(every: NDArray[Any]) -> str:
+    """Return which context has the first token of an answer, of conversations one by one."""
+    answers = np.flatnonzero(every & TARGET)
+    begins = np.maximum.accumulate(np.where(every & BEGINS, np.arange(len(every)), 0))
+    lengths = answers - begins[answers]
+    return f"the shortest that has one is {int(lengths.min()):,}" if lengths.size else ""
+
+
 class ChatSamples:
     """A source of `context` tokens per sample, whose targets are the assistant's; other targets are -1.
 
@@ -333,7 +341,7 @@ class ChatSamples:
             raise ConfigError.at(
                 "model.context",
                 f"no sample of the {tokens.name} split has a token of the assistant within {context:,} tokens",
-                "a longer context",
+                "a longer context" if packing else _shortest_context(every),
             )
         how = ("separate" if separate else "packed") if packing else "one"
         self.fingerprint = f"{tokens.fingerprint}/{marks.fingerprint}/{how}/{context}"

@@ -32,7 +32,7 @@ from instar.growth.engine import (
 )
 from instar.growth.folders import check_own_family
 from instar.growth.live.build import Wrap, build_sharded, build_whole, renew, take_over
-from instar.growth.live.optimizers import prepare_optimizer
+from instar.growth.live.optimizers import check_holds, prepare_optimizer
 from instar.growth.live.probe import batch_to_device, draw_probe, reshard, run_probe
 from instar.growth.live.subject import Build, Subject, bare, shape_of, subject_of
 from instar.growth.live.vocabulary import with_vocabulary
@@ -328,6 +328,7 @@ class LiveGrowth:
         old, new = self.old.parameters(), self.new.parameters(candidate)
         name_maps = self.old.names(), self.new.names(candidate)
         with self.peers.phase():
+            check_holds(self.request.optimizers, old)
             _warn_if_frozen(self.name, self.new.shape, self.step.plan, new)
         parts = [
             prepare_optimizer(optimizer, self.step, old, new, name_maps, self.peers)

@@ -3,7 +3,7 @@ wrappers of it keep working."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,25 @@ def homes(plan: GrowthPlan, old: Mapping[str, Parameter]) -> dict[str, str]:
     return {name: nearest_source(plan, name, neighbour) for name in plan.tensors}
 
 
+def check_holds(optimizers: Sequence[Optimizer], parameters: Mapping[str, Parameter]) -> None:
+    """Raise GrowthError if optimizers are given, and none of them has a parameter of the model: they would not train what
+    grows."""
+    groups = (group for optimizer in optimizers for group in unwrapped(optimizer).param_groups)
+    held = {id(parameter) for group in groups for parameter in group["params"]}
+    if optimizers and parameters and not any(id(p) in held for p in parameters.values()):
+        raise GrowthError(
+            "the optimizer has no parameter of this model: it was made for another; make it of the parameters of "
+            "the model that grows"
+        )
+
+
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer of torch inside one of accelerate or Lightning."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
 def prepare_optimizer(
     optimizer: Optimizer,
     step: GrowthStep,
@@ -49,8 +68,7 @@ def prepare_optimizer(
     Raises:
         GrowthError: a state is not known, so that no plan says how it grows; nothing has changed.
     """
-    while hasattr(optimizer, "optimizer"):  # accelerate, Lightning
-        optimizer = optimizer.optimizer
+    optimizer = unwrapped(optimizer)
     before = {name: optimizer.state.get(parameter, {}) for name, parameter in old.items()}
     states: dict[str, dict[str, Any]] = {}
 

@@ -102,7 +102,11 @@ def _no_run(text: str, out_dir: Path) -> ConfigError:
     as_path = path.parent != Path()
     folder = path.parent if as_path else out_dir
     runs = runs_in(folder)
-    if not runs:
+    if as_path and not path.exists():
+        where = f"{folder} has no run" if folder.is_dir() else ""
+        if not runs:
+            return ConfigError.of(f"no folder {text}", hint=where)
+    elif not runs:
         return ConfigError.of(f"no run in {folder}", hint="start one with instar train")
     names = [str(run.path) for run in runs]
     if not as_path:

@@ -15,7 +15,8 @@ FILE, STEP = "metrics.csv", "step"
 
 
 def find_tables(path: Path) -> list[Path]:
-    """Return the table at a path: the file, or that of a folder. The logger sorts its columns."""
+    """Return the table at a path: the file, or that of a folder. The logger sorts its columns; by another name than the
+    logger's only such a table is one."""
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
         return []
@@ -23,7 +24,8 @@ def find_tables(path: Path) -> list[Path]:
     columns: list[str] = []
     with suppress(csv.Error):
         columns = next(csv.reader([line.rstrip("\r")]), [])
-    return [file] if STEP in columns and len(columns) > 1 and columns == sorted(columns) else []
+    is_named = file.name == FILE or columns == sorted(columns)
+    return [file] if STEP in columns and len(columns) > 1 and is_named else []
 
 
 def read_table(path: Path) -> Iterator[RecordTable]:
