@@ -42,6 +42,18 @@ def test_lightning_grows_at_a_validation_loss_before_the_next_step(tmp_path: Pat
     assert again.schedule.pending is None
 
 
+def test_what_was_set_by_hand_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Sets(Callback):
+        def on_fit_start(self, _: Any, module: Any) -> None:
+            for layer in module.model.model.layers:
+                layer.self_attn.attention_dropout = 0.25
+
+    module = fit(tmp_path, Sets(), LightningGrowth(SCHEDULE))
+    layers = module.model.model.layers
+    assert [layer.self_attn.attention_dropout for layer in layers] == [0.25] * 4
+    assert "by hand" not in caplog.text
+
+
 def test_a_monitor_that_no_validation_has_is_refused(tmp_path: Path) -> None:
     growth = LightningGrowth(AT_A_LOSS, monitor="valloss")
     with pytest.raises(GrowthError, match=r"insert_layers waits for valloss, and .* val_loss"):

@@ -51,6 +51,20 @@ def test_trainer_grows_at_a_validation_loss_before_the_next_step(tmp_path: Path)
     assert resumed.schedule.history == growth.schedule.history
 
 
+def test_what_was_set_by_hand_stays_under_trainer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = fresh()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.25
+    trainer = of_trainer(model, tmp_path, TrainerGrowth(SCHEDULE))
+    trainer.train()
+    layers = trainer.model.model.layers
+    assert [layer.self_attn.attention_dropout for layer in layers] == [0.25] * 4
+    assert layers[0].mlp.up_proj.out_features == 96
+    assert "by hand" not in caplog.text  # also not of what Trainer set
+
+
 def test_a_loss_that_no_evaluation_has_is_refused_at_the_first(tmp_path: Path) -> None:
     growth = TrainerGrowth(AT_A_LOSS, metric="los")
     trainer = of_trainer(fresh(), tmp_path, growth, eval_strategy="steps", eval_steps=2)

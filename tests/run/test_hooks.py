@@ -81,6 +81,18 @@ def test_methods_of_the_task_are_hooks_that_log_and_see_growth(place: Place) -> 
     assert 0 < max(largest) <= 2
 
 
+def test_what_a_hook_set_on_submodules_stays_or_is_named_after_growth(place: Place) -> None:
+    growth = [{"name": "widen", "value": {"axis": "hidden", "size": 32}, "when": {"at_step": 3}}]
+    until = "train.until=[4it]"
+    entries = f"schedule={json.dumps(growth)}"
+    run = place.path / "run"
+    children = place.train(run, "task=hooked:Setting", *SETTINGS, until, entries, ranks=2)
+    assert codes(children) == [0, 0], said(children)
+    assert {(place.path / f"set-{rank}").read_text() for rank in (0, 1)} == {"0.0 0.03125"}
+    (lost,) = [e["message"] for e in events(run, "warning") if "by hand" in e["message"]]
+    assert "widen: set by hand, and now as the class sets it: share (0.5, now 0.03125);" in lost
+
+
 def test_an_error_of_one_rank_ends_all_and_names_the_hook(place: Place) -> None:
     run_dir = place.path / "run"
     children = place.train(run_dir, "task=hooked:Failing", *SETTINGS, ranks=2)

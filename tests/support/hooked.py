@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from science import Halves
+from science import Axes, Halves, Net
 from torch import nn
 
 from instar.api import train
@@ -76,6 +76,27 @@ class Noting(Halves):
 
     def on_growth_end(self, run: HookContext) -> None:
         Path(f"grown-{run.rank}").write_text(f"{run.operation} {run.step}")
+
+
+class Dropping(Net):
+    def __init__(self, axes: Axes) -> None:
+        super().__init__(axes)
+        self.dropout = nn.Dropout(0.5)
+        self.share = 1 / axes.hidden
+
+
+class Setting(Halves):
+    """Sets values of submodules by hand, and writes down what growth leaves of them."""
+
+    def module(self, shape: Any) -> nn.Module:
+        return Dropping(shape)
+
+    def on_train_begin(self, run: HookContext) -> None:
+        run.model.dropout.p = 0.0  # type: ignore[union-attr,assignment]
+        run.model.share = 0.5  # type: ignore[assignment]
+
+    def on_growth_end(self, run: HookContext) -> None:
+        Path(f"set-{run.rank}").write_text(f"{run.model.dropout.p} {run.model.share}")  # type: ignore[union-attr]
 
 
 class SavingOnOne(Halves):

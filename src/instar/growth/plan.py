@@ -188,6 +188,17 @@ class GrowthPlan:
         source = self.blocks[layer]
         return None if source is None else Grown(in_block(name, source))
 
+    def submodule(self, name: str) -> str | None:
+        """Return the old submodule that one of the grown model continues or copies; None if it is new.
+
+        One outside the blocks keeps its name; there need be none of this name in the old model.
+        """
+        first, *inside = name.split(".")
+        if not self.blocks or first != "blocks" or not inside:
+            return name
+        source = self.blocks[int(inside[0])]
+        return None if source is None else ".".join([first, str(source), *inside[1:]])
+
     def source(self, name: str) -> str | None:
         """Return the old parameter that a parameter continues; None for a new one or a copy."""
         tensor_plan = self.tensors[name]

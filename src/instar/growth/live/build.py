@@ -14,6 +14,7 @@ from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from instar.growth.apply import GrowthStep, apply_each
+from instar.growth.attributes import AttributeComparison, carry_attributes, compare_attributes
 from instar.growth.engine import check_shape, fill_buffers, fill_parameters
 from instar.growth.live.optimizers import homes
 from instar.growth.live.subject import Subject, wrappers
@@ -91,6 +92,12 @@ def build_sharded(
     return module
 
 
+def build_unfilled(subject: Subject, shape: Growable) -> Module:
+    """Return a new module of a shape, whose tensors have any values, on the CPU."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        return subject.build(shape)
+
+
 def replace_parameters(module: Module, new: Mapping[Parameter, Parameter]) -> None:
     """Replace parameters in all modules that have them, also where several share one."""
     for submodule in module.modules():
@@ -101,7 +108,8 @@ def replace_parameters(module: Module, new: Mapping[Parameter, Parameter]) -> No
 
 def carry_over(subject: Subject, module: Module, plan: GrowthPlan, *, hooks: bool = True) -> None:
     """Give the submodules of a grown module the hooks, modes and additional attributes of the old ones, and the
-    device and dtype of their buffers. New blocks are like those next to them.
+    device and dtype of their buffers. New blocks are like those next to them. Attributes of the class that were set by
+    hand are carried, too, but not to drawn blocks.
 
     Args:
         hooks: False: modes only, also of the module itself.
@@ -126,6 +134,18 @@ def carry_over(subject: Subject, module: Module, plan: GrowthPlan, *, hooks: boo
                     )
             if not is_new:
                 modules_done.add(source)
+    carry_attributes(module, attributes_of(subject, module, plan).transfers)
+
+
+def attributes_of(subject: Subject, module: Module, plan: GrowthPlan) -> AttributeComparison:
+    """Return what was set by hand on submodules of the old module, and what becomes of it in a grown one."""
+    return compare_attributes(
+        subject.module,
+        subject.reference,
+        module,
+        lambda path: subject.origin(path, plan),
+        with_additional=False,  # `carry_over` does, and `take_over` leaves those of the module itself
+    )
 
 
 def take_over(old: Module, new: Module) -> None:
@@ -160,8 +180,7 @@ def _empty(
     subject: Subject, larger: Growable, plan: GrowthPlan
 ) -> tuple[Module, Mapping[str, Parameter]]:
     """Return a new module of the grown shape, and its parameters by their names in the shape."""
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        module = subject.build(larger)
+    module = build_unfilled(subject, larger)
     parameters = replace(subject, shape=larger).parameters(module)
     if odd := sorted(parameters.keys() ^ plan.tensors.keys()):
         raise GrowthError(f"a module of the grown shape has other parameters: {', '.join(odd[:4])}")

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from instar.config.sections import Operation
 from instar.distributed.shards import is_sharded
 from instar.growth.apply import GrowthStep, grow_buffers, moments_mode
+from instar.growth.attributes import build_reference
 from instar.growth.axes import Use
 from instar.growth.engine import (
     GrownPart,
@@ -31,7 +32,15 @@ from instar.growth.engine import (
     prepare_candidate,
 )
 from instar.growth.folders import check_own_family
-from instar.growth.live.build import Wrap, build_sharded, build_whole, renew, take_over
+from instar.growth.live.build import (
+    Wrap,
+    attributes_of,
+    build_sharded,
+    build_unfilled,
+    build_whole,
+    renew,
+    take_over,
+)
 from instar.growth.live.optimizers import check_holds, prepare_optimizer
 from instar.growth.live.probe import batch_to_device, draw_probe, reshard, run_probe
 from instar.growth.live.subject import Build, Subject, bare, shape_of, subject_of
@@ -154,6 +163,9 @@ def prepare_with(peers: Peers, model: Module, request: GrowthRequest) -> Prepare
     """Do the same as `prepare` together with peers, which the wrappers of the model may not show."""
     with peers.phase():
         growing = live_growth(model, request, peers)
+    reference = growing.old.reference
+    reference = reference.if_on_all(peers.all_agree(reference.module is not None))
+    growing = replace(growing, old=replace(growing.old, reference=reference))
     name, step = request.operation.name, growing.step
     growth = prepare_candidate(
         growing,
@@ -248,6 +260,7 @@ def live_growth(model: Module, request: GrowthRequest, peers: Peers) -> LiveGrow
         batch = draw_probe(old.shape, larger)
     device = next(old.module.parameters()).device
     batch = None if batch is None or batch is False else batch_to_device(batch, device)
+    old = replace(old, reference=build_reference(partial(build_unfilled, old, old.shape)))
     return LiveGrowth(request, exact, old, replace(old, shape=larger), step, peers, batch)
 
 
@@ -330,6 +343,8 @@ class LiveGrowth:
         with self.peers.phase():
             check_holds(self.request.optimizers, old)
             _warn_if_frozen(self.name, self.new.shape, self.step.plan, new)
+            if text := attributes_of(self.old, candidate, self.step.plan).warning:
+                logger.warning("%s: %s", self.name, text)
         parts = [
             prepare_optimizer(optimizer, self.step, old, new, name_maps, self.peers)
             for optimizer in self.request.optimizers

@@ -20,7 +20,8 @@ from torch.nn import DataParallel, Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from instar.growth.plan import GrowthError
+from instar.growth.attributes import Reference
+from instar.growth.plan import GrowthError, GrowthPlan
 from instar.models.hf.pretrained import PretrainedShape
 from instar.models.shape import (
     ArchitectureError,
@@ -52,6 +53,8 @@ class Subject:
     module: Module
     shape: Growable
     build: Build
+    reference: Reference = field(default_factory=Reference)
+    """tells which attributes of the module were set by hand"""
 
     def name(self, module_name: str) -> str:
         """Return the name in the shape of a parameter, buffer or submodule."""
@@ -59,6 +62,12 @@ class Subject:
 
     def module_name(self, name: str) -> str:
         return str(getattr(self.shape, "module_name", _same)(name))
+
+    def origin(self, path: str, plan: GrowthPlan) -> str | None:
+        """Return the path of the submodule that one of a grown module continues or copies; None: it is new."""
+        name = self.name(path)
+        source = plan.submodule(name)
+        return path if source == name else None if source is None else self.module_name(source)
 
     def parameters(self, module: Module | None = None) -> dict[str, nn.Parameter]:
         """Return the parameters of a module of this family by their names in the shape."""
@@ -270,6 +279,8 @@ class Adapted:
 
     model: Any
     build: Callable[[Any], Module]
+    shape: AdaptedShape
+    """of the model"""
 
     def __call__(self, shape: AdaptedShape) -> Module:
         configs = {name: copy.deepcopy(config) for name, config in self.model.peft_config.items()}
@@ -310,6 +321,8 @@ class Adapted:
                 setattr(
                     config, key, None
                 )  # peft warns of one that is not in use, wherever the adapters are loaded
+            if shape == self.shape:
+                continue  # a model that is only compared
             logger.warning(
                 "init_lora_weights of the adapters %r is True from now on, no longer %r: save the base with them "
                 "(model.unload().save_pretrained), whose weights are not those that it was loaded with",
@@ -323,7 +336,9 @@ def _of_transformers(module: Any, shape: PretrainedShape) -> Subject:
     if not any(map(is_of_peft, module.modules())):
         return Subject(module, shape, _Pretrained(module))
     adapter_shape = adapted_shape(module, shape)
-    return Subject(module, adapter_shape, Adapted(module, _Pretrained(module.get_base_model())))
+    return Subject(
+        module, adapter_shape, Adapted(module, _Pretrained(module.get_base_model()), adapter_shape)
+    )
 
 
 def _of_another_family(shape: PretrainedShape, old: Any) -> Module:

@@ -29,6 +29,12 @@ from instar.growth.apply import (
     grown_states,
     moments_mode,
 )
+from instar.growth.attributes import (
+    Reference,
+    build_reference,
+    carry_attributes,
+    compare_attributes,
+)
 from instar.growth.engine import (
     GrownPart,
     collect_tensors,
@@ -114,6 +120,8 @@ class Candidate:
     """on which it is compared"""
     stays_equal: bool
     """whether copies in it never become different"""
+    warning: str
+    """what was set by hand on submodules and is not carried, in words"""
 
 
 @dataclass(frozen=True)
@@ -134,9 +142,18 @@ class RunGrowth:
     def build(self) -> Candidate:
         parts, stepper, step = self.components, self.components.stepper, self.step
         stepper.share_buffers()
+        reference = self._reference()
         with self.peers.phase():
             task = parts.task.at(self.after.architecture, self.after.settings.context)
             shell = build_meta_model(parts.config, parts.world, task)
+            attributes = compare_attributes(
+                stepper.unwrapped_model,
+                reference,
+                shell,
+                step.plan.submodule,
+                with_additional=True,
+            )
+            carry_attributes(shell, attributes.transfers)
             model = wrap_for_eval(parts.config, parts.world, shell)
             check_names(model.parameters, step.plan.tensors)
             states = stepper.states()
@@ -164,7 +181,18 @@ class RunGrowth:
         memory = collect_tensors(
             grown_model, states, lambda name: model.parameters[parameter_of(name)], self.peers
         )
-        return Candidate(task, model, copies, memory, average, samples, stays_equal)
+        return Candidate(
+            task, model, copies, memory, average, samples, stays_equal, attributes.warning
+        )
+
+    def _reference(self) -> Reference:
+        """Return what tells which attributes of the model were set by hand. A collective."""
+        parts = self.components
+        with self.peers.phase():
+            reference = build_reference(
+                partial(build_meta_model, parts.config, parts.world, parts.task)
+            )
+        return reference.if_on_all(self.peers.all_agree(reference.module is not None))
 
     def tensors(self, candidate: Candidate) -> Mapping[str, Tensor]:
         return _tensors(candidate.model)

@@ -270,6 +270,8 @@ def carry_out(
     if growth is not None:
         if candidate.stays_equal:
             parts.logger.warn(f"the copies that {operation.name} made {_STAYS_EQUAL}", step)
+        if candidate.attributes:
+            parts.logger.warn(f"{operation.name}: {candidate.attributes}", step)
         parts.hooks.call("on_growth_end", state, parts.stepper, operation=operation.name)
     return state
 
@@ -295,6 +297,8 @@ class _Carried(NamedTuple):
     """the operation with what was measured, and how"""
     stays_equal: bool = False
     """whether copies in the model never become different"""
+    attributes: str = ""
+    """what was set by hand on submodules and is not carried, in words"""
 
 
 def _carry_out(state: RunState, parts: Components, change: Change, entry: Entry | None) -> _Carried:
@@ -329,7 +333,8 @@ def _prepared(state: RunState, parts: Components, change: Change, entry: Entry |
     allow_inexact = entry is not None and entry.allow_inexact
     subject = grow_run(state, parts, operation, after, plan)
     growth = prepare_candidate(subject, plan, subject.peers, allow_inexact=allow_inexact)
-    return _Carried(after, growth, stays_equal=growth.candidate.stays_equal)
+    candidate = growth.candidate
+    return _Carried(after, growth, stays_equal=candidate.stays_equal, attributes=candidate.warning)
 
 
 def _check_optimizers(parts: Components, operation: Operation) -> None:
