@@ -195,7 +195,7 @@ def change_run(
     raise AssertionError("the answers do not end")
 
 
-def _cancel_at_rest(run: RunDir, which: Mapping[str, Any]) -> RequestOutcome:
+def _cancel_at_rest(run: RunDir, target: Mapping[str, Any]) -> RequestOutcome:
     """Give up what a run that does not train would carry out at its next resume.
 
     Raises:
@@ -204,15 +204,15 @@ def _cancel_at_rest(run: RunDir, which: Mapping[str, Any]) -> RequestOutcome:
     """
     waiting = read_waiting(run)
     entries = [*waiting.asked, *waiting.schedule]
-    named = [e for e in entries if which in ({"id": e.id}, {"entry": e.entry})]
-    if not named:
+    matches = [e for e in entries if target in ({"id": e.id}, {"entry": e.entry})]
+    if not matches:
         names = (f"id={e.id}" if e.id else f"entry={e.entry}" for e in entries)
         raise Refused(
             f"{run.path}: that does not wait; what waits: {', '.join(names) or 'nothing'}"
         )
-    entry = named[0]
+    entry = matches[0]
     try:
-        post = send_post(run.control, "cancel", which)
+        post = send_post(run.control, "cancel", target)
     except (TypeError, ValueError) as error:
         raise ConfigError.of(f"the request cannot be sent: {error}") from None
     manifest = latest_manifest(run)

@@ -45,12 +45,12 @@ class Waiting(msgspec.Struct, frozen=True):
     asked: list[WaitingEntry] = []
 
 
-class _Saved(msgspec.Struct, frozen=True):
+class _RequestState(msgspec.Struct, frozen=True):
     """What a checkpoint's state says of requests; see `RunState.to_json`."""
 
-    posted: tuple[Posted, ...] = ()
-    cancelled: tuple[Cancelled, ...] = ()
-    closed: tuple[str, ...] = ()
+    requests: tuple[Posted, ...] = msgspec.field(default=(), name="posted")
+    cancellations: tuple[Cancelled, ...] = msgspec.field(default=(), name="cancelled")
+    closed_ids: tuple[str, ...] = msgspec.field(default=(), name="closed")
 
 
 def read_waiting(run: RunDir) -> Waiting:
@@ -82,48 +82,47 @@ def _at_rest(run: RunDir) -> Waiting:
     """
     manifest, path = latest_manifest(run), run.latest_checkpoint()
     state: Mapping[str, Any] = {} if path is None else load_checkpoint(path, check=False).state
-    saved = msgspec.convert(state, _Saved)
+    request_state = msgspec.convert(state, _RequestState)
     history = history_from_json(manifest.history if manifest is not None else ())
-    requests = _unread(run, 0 if manifest is None else manifest.step)
-    answered = {change.id for change in history} | {*saved.closed, *requests.cancelled_ids}
-    asked = {post.id: post for post in (*saved.posted, *requests.posted) if post.id not in answered}
-    cancelled = {entry.number for entry in saved.cancelled} | requests.cancelled_entries
+    folder = _control_folder(run, 0 if manifest is None else manifest.step)
+    closed_ids = {change.id for change in history} | {*request_state.closed_ids, *folder.cancel_ids}
+    requests = {request.id: request for request in (*request_state.requests, *folder.requests)}
+    numbers = {entry.number for entry in request_state.cancellations} | folder.cancel_entries
     entries = remaining(schedule_entries(config_in_force(run)), history)
     return Waiting(
-        schedule=[_row(e, number=e.number) for e in entries if e.number not in cancelled],
+        schedule=[_row(e, number=e.number) for e in entries if e.number not in numbers],
         asked=[
-            _row(post.entry, id_=post.id, by=post.by, since_step=post.step)
-            for post in asked.values()
+            _row(request.entry, id_=request.id, by=request.by, since_step=request.step)
+            for request in requests.values()
+            if request.id not in closed_ids
         ],
     )
 
 
 @dataclass(frozen=True)
-class _Unread:
-    """Requests in a control folder."""
+class _ControlFolder:
+    """Requests that no run has taken in and saved."""
 
-    posted: Sequence[Posted]
-    cancelled_ids: Set[str]
-    cancelled_entries: Set[int]
+    requests: Sequence[Posted]
+    cancel_ids: Set[str]
+    cancel_entries: Set[int]
 
 
-def _unread(run: RunDir, step: int) -> _Unread:
-    """Return the requests that no run has taken in and saved, without those that a run would refuse."""
+def _control_folder(run: RunDir, step: int) -> _ControlFolder:
+    """Return the requests in a run's control folder, without those that the run would refuse."""
     inbox, config = Inbox(run.control), config_in_force(run)
     inbox.requests()  # which looks
-    posted: list[Posted] = []
+    requests: list[Posted] = []
     cancels: list[Mapping[str, Any]] = []
     for post in inbox.posts():
         with suppress(OSError, ValueError):
             content, by = post.read()
-            if not isinstance(content, dict):
-                continue
-            if post.command == "cancel":
+            if post.command == "apply":
+                requests.append(Posted(post.id, by, step, normalize(content, config)))
+            elif isinstance(content, dict):
                 cancels.append(content)
-                continue
-            posted.append(Posted(post.id, by, step, normalize(content, config)))
-    return _Unread(
-        posted,
+    return _ControlFolder(
+        requests,
         {str(content["id"]) for content in cancels if "id" in content},
         {content["entry"] for content in cancels if isinstance(content.get("entry"), int)},
     )

@@ -55,20 +55,20 @@ class _Course(msgspec.Struct, frozen=True):
     epochs_before: float = 0.0
 
 
-class _Saved(msgspec.Struct, frozen=True):
+class _StateAhead(msgspec.Struct, frozen=True):
     """What a checkpoint's state says of the way ahead; see `RunState.to_json`."""
 
     progress: Counters = Counters()
     course: _Course = _Course()
     losses: tuple[tuple[int, float], ...] = ()
     reevaluates_at: int = -1
-    posted: tuple[Posted, ...] = ()
-    cancelled: tuple[Cancelled, ...] = ()
+    requests: tuple[Posted, ...] = msgspec.field(default=(), name="posted")
+    cancellations: tuple[Cancelled, ...] = msgspec.field(default=(), name="cancelled")
 
 
-def _saved(checkpoint: Checkpoint) -> _Saved:
+def _state_of(checkpoint: Checkpoint) -> _StateAhead:
     try:
-        return msgspec.convert(checkpoint.state, _Saved)
+        return msgspec.convert(checkpoint.state, _StateAhead)
     except (AttributeError, msgspec.MsgspecError) as error:
         what = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{checkpoint.path}: not the state of a run: {what}") from error
@@ -103,8 +103,8 @@ def with_rest(
         ConfigError: operations that are left cannot be carried out, or the model cannot be divided among the ranks.
         CheckpointError: the checkpoint does not say how far it is.
     """
-    saved = _Saved() if checkpoint is None else _saved(checkpoint)
-    history, progress = continuation.history, saved.progress
+    state = _StateAhead() if checkpoint is None else _state_of(checkpoint)
+    history, progress = continuation.history, state.progress
     if continuation.operation is not None:
         history = (*history, Change(continuation.operation, progress.step, progress.samples))
     if device is not None:
@@ -119,7 +119,7 @@ def with_rest(
     present, spec, loaded_config = past[-1].state, prepared_run.spec, continuation.loaded_config
     problems: list[ConfigProblem] = []
     try:
-        entries = _entries_left(present, history, continuation, saved)
+        entries = _entries_left(present, history, continuation, state)
         legs = legs_of(entries, present, spec, world_size)
     except ScheduleError as error:
         problems = [loaded_config.problem(p.key, p.message, p.hint) for p in error.problems]
@@ -127,7 +127,7 @@ def with_rest(
     if problems:
         raise ConfigError(*problems)
     before = past[-2].state if continuation.operation is not None else present
-    beginning = _beginning(saved, history, before, present, spec, is_new=checkpoint is None)
+    beginning = _beginning(state, history, before, present, spec, is_new=checkpoint is None)
     lines = timelines(legs, present.config, beginning)
     forecast = forecast_of(legs, lines, spec, world_size, past)
     return _with_decay(replace(prepared_run, forecast=forecast), forecast)
@@ -148,22 +148,27 @@ def past_stages(initial: State, history: History, step: int) -> list[PastStage]:
 
 
 def _entries_left(
-    present: State, history: History, continuation: Continuation, saved: _Saved
+    present: State, history: History, continuation: Continuation, state: _StateAhead
 ) -> Sequence[Entry]:
     """Return the entries of the schedule that may still fire, and what people asked for that waits."""
     operation = continuation.operation
     is_other_schedule = operation is not None and SCHEDULE in operation.value
-    cancelled = () if is_other_schedule else saved.cancelled
-    numbers = {entry.number for entry in cancelled}
+    numbers = set() if is_other_schedule else {entry.number for entry in state.cancellations}
     entries = remaining(schedule_entries(present.config), history)
     return [
         *(entry for entry in entries if entry.number not in numbers),
-        *(post.entry for post in saved.posted),
+        *(post.entry for post in state.requests),
     ]
 
 
 def _beginning(
-    saved: _Saved, history: History, before: State, present: State, spec: TaskSpec, *, is_new: bool
+    state: _StateAhead,
+    history: History,
+    before: State,
+    present: State,
+    spec: TaskSpec,
+    *,
+    is_new: bool,
 ) -> Beginning:
     """Return where the rest begins.
 
@@ -171,7 +176,7 @@ def _beginning(
         before: the state before what the resume changes.
         is_new: nothing was saved yet.
     """
-    progress, course = saved.progress, saved.course
+    progress, course = state.progress, state.course
     clock = Clock(
         progress.step,
         progress.samples,
@@ -182,11 +187,13 @@ def _beginning(
     pace = pace_of(before, spec)
     if pace_of(present, spec).order != pace.order:
         clock = clock.new_order(pace)
-    evaluated = {saved.reevaluates_at, *(step for step, _ in saved.losses[-1:])}
+    evaluation_steps = {state.reevaluates_at, *(step for step, _ in state.losses[-1:])}
     mask, last = mask_of(present.architecture), last_step(history)
     return Beginning(
         clock,
-        is_evaluated=evaluates_at_start(present.config) if is_new else progress.step in evaluated,
+        is_evaluated=evaluates_at_start(present.config)
+        if is_new
+        else progress.step in evaluation_steps,
         since=last or 0,
         has_changed=last is not None,
         masked_until=0 if mask is None else mask.end,
