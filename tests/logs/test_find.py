@@ -9,6 +9,7 @@ import pytest
 from written_runs import written
 
 from instar.config.errors import ConfigError
+from instar.logs.query.groups import notes_on_bases
 from instar.logs.query.runs import find_runs
 from instar.record.rundir import find_run, runs_in
 
@@ -106,3 +107,11 @@ def test_within_its_folder_a_run_is_named_by_a_dot(
 ) -> None:
     monkeypatch.chdir(runs / "grow-fghjk")
     assert names(".") == names("events.jsonl") == ["grow-fghjk"]
+
+
+def test_runs_on_different_bases_are_told_apart() -> None:
+    bases = {name: {"held-out samples": basis} for name, basis in zip("abcd", "1232", strict=True)}
+    assert notes_on_bases(bases) == [
+        "held-out values of b, d are not comparable with those of a: other held-out samples",
+        "held-out values of c are not comparable with those of a: other held-out samples",
+    ]

@@ -375,11 +375,20 @@ def notes_on_bases(bases: Mapping[str, Basis]) -> list[str]:
     if not known_bases:
         return []
     first = next(iter(known_bases))
-    lines: dict[tuple[str, ...], list[str]] = {}
+    groups: list[list[str]] = []
     for name, basis in known_bases.items():
-        if reasons := incomparable(known_bases[first], basis):
-            lines.setdefault(reasons, []).append(name)
-    notes = [_line("values", names, first, reasons) for reasons, names in lines.items()]
+        if incomparable(known_bases[first], basis):
+            # runs that differ from the first alike need not be comparable with each other
+            alike = (g for g in groups if not incomparable(known_bases[g[0]], basis))
+            group = next(alike, None)
+            if group is None:
+                groups.append([name])
+            else:
+                group.append(name)
+    notes = [
+        _line("values", names, first, incomparable(known_bases[first], known_bases[names[0]]))
+        for names in groups
+    ]
     more = len(notes) - _NAMED
     return [
         *notes[:_NAMED],
