@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import shortened
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pretrained import TEXT
@@ -164,7 +165,7 @@ INDEXED = {
 }
 
 
-@pytest.mark.parametrize("kind", INDEXED)
+@shortened("kind", INDEXED, first=5)
 def test_any_kind_with_an_index_has_a_subset_on_any_ranks(
     folder: Path, kind: str, tmp_path: Path
 ) -> None:

@@ -81,7 +81,7 @@ def profiled(place: tiny_run.Place, *keys: str, name: str = "run") -> list[list[
     return [trace_of(run_dir, rank) for rank in range(2)]
 
 
-@pytest.mark.parametrize("keys", [(), ("data.strategy=dispatched",)], ids=["sharded", "dispatched"])
+@shortened("keys", [(), ("data.strategy=dispatched",)], first=1, ids=["sharded", "dispatched"])
 @shortened("micro_batches", [3, 1], first=1)
 def test_ddp_sends_the_flags_and_the_gradients_once(
     place: tiny_run.Place, keys: tuple[str, ...], micro_batches: int
