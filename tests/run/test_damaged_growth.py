@@ -161,8 +161,8 @@ def test_ranks_go_the_same_way_if_one_alone_misses_the_tolerance(
     """This rank's own proof holds, and it compares in float64 with the rank whose proof does not."""
     run = trainer()
     run.step()
-    # its outputs, whether they are finite, whether float64 is refused, and the outputs in it
-    answers = iter([[True, False], [True, True], [True, True], [True, True]])
+    # a new model to compare with, its outputs, whether they are finite, whether float64 is refused, and the outputs in it
+    answers = iter([[True, True], [True, False], [True, True], [True, True], [True, True]])
     monkeypatch.setattr(live_growth, "gather", lambda *_: next(answers))
     doubled = []
     strategy = type(run.parts.stepper.strategy)
@@ -173,6 +173,6 @@ def test_ranks_go_the_same_way_if_one_alone_misses_the_tolerance(
     assert proof.holds
     assert len(doubled) == 1
     for last in ([[True, True], [True, False]], [[True, False], [True, False]]):
-        answers = iter([[True, False], [True, True], *last])
+        answers = iter([[True, True], [True, False], [True, True], *last])
         with pytest.raises(live_growth.LabelBroken):
             prepared(run, WIDEN)

@@ -269,8 +269,12 @@ def learning_rate(settings: Settings, step: int, share: float | None = None) -> 
     return settings.lr * _decay(settings, step, share) * rewarm_share
 
 
-def early_end_of_decay(settings: Settings, steps: int | None) -> str:
-    """Describe a decay that ends before a run of so many steps; empty if it does not."""
+def early_end_of_decay(settings: Settings, steps: int | None, *, is_set: bool = False) -> str:
+    """Describe a decay that ends before a run of so many steps; empty if it does not.
+
+    Args:
+        is_set: a resume has just set its end.
+    """
     end = settings.lr_decay_iters
     if settings.lr_shape not in ("cosine", "linear", "wsd") or end is None or steps is None:
         return ""
@@ -278,7 +282,7 @@ def early_end_of_decay(settings: Settings, steps: int | None) -> str:
     if last >= steps:
         return ""
     return (
-        f"the learning rate's decay ends at step {last:,}, and the rate stays at its lowest until step "
+        f"the learning rate's decay ends at step {last:,}{'' if is_set else ' as before'}, and the rate stays at its lowest until step "
         f"{steps:,}; to decay until then: --set learning_rate.lr_decay_iters={steps - settings.lr_start}"
     )
 

@@ -36,6 +36,7 @@ from instar.record.trackers.tracker import TrackedRun, configured_trackers
 from instar.run.changes.scheduled import check_ahead
 from instar.run.components import Components
 from instar.run.output.operation_text import format_shape
+from instar.run.resume import DERIVES
 from instar.run.start.build import RunOutputs, build_trainer
 from instar.run.start.plan import RankContext, RunPlan
 from instar.run.start.restore import replay_history, restore
@@ -285,7 +286,8 @@ def _log_start(plan: RunPlan, run: OpenRun) -> None:
     if not only_test and run.end is None:
         run_logger.log_override(trainer.state.progress, continuation.changes)
         steps = plan.prepared_run.forecast.steps if "train.until" in continuation.changes else None
-        if note := early_end_of_decay(trainer.state.settings, steps):
+        is_set = DERIVES in continuation.changes
+        if note := early_end_of_decay(trainer.state.settings, steps, is_set=is_set):
             run_logger.console.say(note)
     for key, value in continuation.launch.items():
         run_logger.console.say(f"{key}: {in_yaml(value)}, for this process")
