@@ -61,7 +61,7 @@ NEAR = 0.05
 COLUMNS = (
     Column("Muon, 8 × 32, 10", EIGHT, 10, SEEDS, 0.75, trials=12),
     Column("Muon, 12 × 32, 10", TWELVE, 10, SEEDS, 0.75, trials=12),
-    Column("Muon, 8 × 32, 20", EIGHT, 20, SEEDS, 0.75, trials=10, budgets=LONGER),
+    Column("Muon, 8 × 32, 20", EIGHT, 20, SEEDS, 0.75, trials=6, budgets=LONGER),
     Column("Muon, 12 × 32, 20", TWELVE, 20, SEEDS, 0.75, trials=8, budgets=LONGER),
 )
 TINY = Shape(layers=4, heads=2, width=16, context=32, vocabulary=300, batch=2)

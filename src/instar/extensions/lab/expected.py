@@ -33,8 +33,8 @@ from instar.schedule.forecast import Forecast
 from instar.schedule.render import wrapped_row
 
 EXPONENTS = (-0.2, 0.4, 0.75)
-"""θ: the lowest of the runs (AdamW, 6 tokens per parameter), the middle of those with Muon, and the
-highest (AdamW, 20 tokens per parameter)."""
+"""θ: the lowest of the runs (AdamW, 6 tokens per parameter), the middle of those with Muon (0.41 and 0.50 where both sides are
+tuned alike, 8 × 32 and 12 × 32), and the highest (AdamW, 20 tokens per parameter)."""
 TOKENS_PER_PARAMETER = (5.0, 20.0)
 """Of the final size, in these runs."""
 MOST_COPIES = 4
