@@ -142,9 +142,7 @@ def compare_groups(
         _check_goal(goal, evaluations, configs, new_bases)
     all_runs = [run for group in curves for run in group]
     names = _measured_metrics(all_runs, groups)
-    if not places:
-        _check_axis(axis, groups, curves)
-    at = tuple(places or even_places(axis, _furthest(all_runs, axis)))
+    at = tuple(places or _even_places(axis, groups, curves))
     return Comparison(
         groups=tuple(groups),
         unit=all_runs[0].unit,
@@ -346,6 +344,14 @@ def _check_axis(axis: str, groups: Sequence[RunGroup], curves: Sequence[Sequence
                     "--x",
                     "give another axis, such as step",
                 )
+
+
+def _even_places(
+    axis: str, groups: Sequence[RunGroup], curves: Sequence[Sequence[_Curves]]
+) -> list[AxisValue]:
+    """Return places on an axis up to where all runs have got. Raises ConfigError as `_check_axis`."""
+    _check_axis(axis, groups, curves)
+    return even_places(axis, _furthest([run for of_group in curves for run in of_group], axis))
 
 
 def _furthest(runs: Sequence[_Curves], axis: str) -> float:

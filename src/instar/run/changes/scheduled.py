@@ -268,10 +268,8 @@ def carry_out(
     outcome = ChangeOutcome(change, before, after, seconds, proof, candidate.folder)
     parts.logger.log_operation(state.progress, outcome, loss)
     if growth is not None:
-        if candidate.stays_equal:
-            parts.logger.warn(f"the copies that {operation.name} made {_STAYS_EQUAL}", step)
-        if candidate.attributes:
-            parts.logger.warn(f"{operation.name}: {candidate.attributes}", step)
+        for warning in candidate.warnings(operation.name):
+            parts.logger.warn(warning, step)
         parts.hooks.call("on_growth_end", state, parts.stepper, operation=operation.name)
     return state
 
@@ -299,6 +297,13 @@ class _Carried(NamedTuple):
     """whether copies in the model never become different"""
     attributes: str = ""
     """what was set by hand on submodules and is not carried, in words"""
+
+    def warnings(self, operation: str) -> Iterator[str]:
+        """Yield what to tell whoever trains the grown model."""
+        if self.stays_equal:
+            yield f"the copies that {operation} made {_STAYS_EQUAL}"
+        if self.attributes:
+            yield f"{operation}: {self.attributes}"
 
 
 def _carry_out(state: RunState, parts: Components, change: Change, entry: Entry | None) -> _Carried:

@@ -183,15 +183,7 @@ def preflight(
         _check_place(loaded_config, world_size)
     if new:  # a resumed model may have grown
         problems += sharding_problems(loaded_config, spec, spec.architecture, world_size)
-    if new and world_size == 1 and config.parallel.strategy in ("fsdp", "hsdp"):
-        problems.append(
-            loaded_config.problem(
-                "parallel.strategy",
-                f"parallel.strategy {config.parallel.strategy} divides the model among ranks, and "
-                "there is one",
-                "start more ranks with --nproc, or use strategy: ddp or auto",
-            )
-        )
+        problems += _single_rank_problems(loaded_config, world_size)
     if not assumptions and spec.samples(config.context) is None:
         problems += _epochs(loaded_config)
     if problems:
@@ -199,13 +191,29 @@ def preflight(
     if not new:  # the schedule's progress is in the history, and is checked when the run is resumed
         without = config.model_copy(update={"schedule": ()})
         loaded_config = dataclasses.replace(loaded_config, config=without)
-    if device is not None:  # `auto` stays in the config: a resume may have others
-        on_device = loaded_config.config.model_copy(update={"device": device})
-        loaded_config = dataclasses.replace(loaded_config, config=on_device)
-    forecast = checked_forecast(loaded_config, spec, world_size)
+    forecast = checked_forecast(_on_device(loaded_config, device), spec, world_size)
     if not assumptions:
         _check_last_step(loaded_config, forecast)
     return dataclasses.replace(_resolve(config, spec, forecast), notes=loaded_config.notes)
+
+
+def _single_rank_problems(loaded_config: Loaded, world_size: int) -> Iterator[ConfigProblem]:
+    """Yield why a model cannot be divided among the ranks, where there is only one."""
+    strategy = loaded_config.config.parallel.strategy
+    if world_size == 1 and strategy in ("fsdp", "hsdp"):
+        yield loaded_config.problem(
+            "parallel.strategy",
+            f"parallel.strategy {strategy} divides the model among ranks, and there is one",
+            "start more ranks with --nproc, or use strategy: ddp or auto",
+        )
+
+
+def _on_device(loaded_config: Loaded, device: str | None) -> Loaded:
+    """Return the config for a kind of device. The run keeps its own: a resume may have others than `auto` had."""
+    if device is None:
+        return loaded_config
+    config = loaded_config.config.model_copy(update={"device": device})
+    return dataclasses.replace(loaded_config, config=config)
 
 
 def _open_spec(
