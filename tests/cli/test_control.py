@@ -193,6 +193,46 @@ def test_what_a_stopped_run_would_carry_out_is_listed_and_given_up(
     assert list(folder.glob("*.cancel")) == []
 
 
+def test_what_is_due_at_once_and_what_is_not_possible_any_more_can_be_given_up(
+    instar: Instar, place: Path
+) -> None:
+    """Due at the step of the checkpoint: an entry, as one that failed is; and one that the ranks of a resume cannot do."""
+    schedule = [
+        {"name": "set_clip", "value": 0.5, "when": {"at_step": 2}},
+        {"name": "set_batch_size", "value": 1, "when": {"at_step": 5}},
+        {"name": "change_lr", "value": 0.5, "when": {"at_step": 6}},
+    ]
+    sets = ("record.run_dir=run", "train.until=[2it]", f"schedule={json.dumps(schedule)}")
+    instar("train", "tiny.yaml", *(word for text in sets for word in ("--set", text)))
+    later = ("--until", "8it", "--nproc", "2")
+    assert "some of 2 ranks" in instar("resume", "run", *later, code=2).stderr
+    for entry in (0, 1):
+        instar("control", "run", "cancel", f"entry={entry}")
+    instar("resume", "run", *later)
+    names = [event["name"] for event in events(place / "run", "operation")]
+    assert [name for name in names if name != "override"] == ["change_lr"]
+    asked = [(e["operation"], e["outcome"], e["step"]) for e in events(place / "run", "asked")]
+    assert asked == [("set_clip", "cancelled", 2), ("set_batch_size", "cancelled", 2)]
+
+
+def test_what_was_given_up_of_one_schedule_is_carried_out_of_another(
+    instar: Instar, place: Path
+) -> None:
+    old, new = (
+        f"schedule={json.dumps([{'name': 'set_clip', 'value': value, 'when': {'at_step': 4}}])}"
+        for value in (0.5, 0.7)
+    )
+    sets = ("record.run_dir=run", "train.until=[2it]", old)
+    instar("train", "tiny.yaml", *(word for text in sets for word in ("--set", text)))
+    instar("control", "run", "cancel", "entry=0")
+    instar("resume", "run", "--until", "6it", "--set", new)
+    (asked,) = events(place / "run", "asked")
+    assert asked["reason"] == "entry 0 was one of the schedule before: this resume has set another"
+    done = {event["name"]: event["value"] for event in events(place / "run", "operation")}
+    assert done["set_clip"] == 0.7
+    assert list((place / "run" / "control").glob("*.cancel")) == []
+
+
 WRONG = {
     ("apply",): "apply of what?; write e.g. apply change_lr=0.5",
     ("save", "now=1"): "save takes nothing after it",

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -14,12 +12,12 @@ from instar.checkpoint.store import load_checkpoint
 from instar.config.errors import ConfigError, InstarError
 from instar.config.files import read_regular
 from instar.config.schema import RunConfig
-from instar.record.control import MOST_BYTES, WAITING, Inbox
+from instar.record.control import MOST_BYTES, WAITING
 from instar.record.lock import lock_owner
 from instar.record.rundir import RunDir
 from instar.run.resume import began_with
 from instar.schedule.operations import effective, history_from_json
-from instar.schedule.posted import Cancelled, Posted, normalize
+from instar.schedule.posted import Cancelled, Posted, read_unread
 from instar.schedule.triggers import Entry, remaining, schedule_entries, words
 
 
@@ -84,47 +82,17 @@ def _at_rest(run: RunDir) -> Waiting:
     state: Mapping[str, Any] = {} if path is None else load_checkpoint(path, check=False).state
     request_state = msgspec.convert(state, _RequestState)
     history = history_from_json(manifest.history if manifest is not None else ())
-    folder = _control_folder(run, 0 if manifest is None else manifest.step)
-    closed_ids = {change.id for change in history} | {*request_state.closed_ids, *folder.cancel_ids}
-    requests = {request.id: request for request in (*request_state.requests, *folder.requests)}
-    numbers = {entry.number for entry in request_state.cancellations} | folder.cancel_entries
-    entries = remaining(schedule_entries(config_in_force(run)), history)
+    config = config_in_force(run)
+    unread = read_unread(run.control, config, 0 if manifest is None else manifest.step)
+    closed_ids = {change.id for change in history} | {*request_state.closed_ids}
+    numbers = {entry.number for entry in request_state.cancellations} | unread.cancel_entries
+    entries = remaining(schedule_entries(config), history)
     return Waiting(
         schedule=[_row(e, number=e.number) for e in entries if e.number not in numbers],
         asked=[
             _row(request.entry, id_=request.id, by=request.by, since_step=request.step)
-            for request in requests.values()
-            if request.id not in closed_ids
+            for request in unread.left(request_state.requests, closed_ids)
         ],
-    )
-
-
-@dataclass(frozen=True)
-class _ControlFolder:
-    """Requests that no run has taken in and saved."""
-
-    requests: Sequence[Posted]
-    cancel_ids: Set[str]
-    cancel_entries: Set[int]
-
-
-def _control_folder(run: RunDir, step: int) -> _ControlFolder:
-    """Return the requests in a run's control folder, without those that the run would refuse."""
-    inbox, config = Inbox(run.control), config_in_force(run)
-    inbox.requests()  # which looks
-    requests: list[Posted] = []
-    cancels: list[Mapping[str, Any]] = []
-    for post in inbox.posts():
-        with suppress(OSError, ValueError):
-            content, by = post.read()
-            if post.command == "apply":
-                requests.append(Posted(post.id, by, step, normalize(content, config)))
-            elif isinstance(content, dict):
-                cancels.append(content)
-    return _ControlFolder(
-        requests,
-        {str(content["id"]) for content in cancels if "id" in content},
-        {content["entry"] for content in cancels if isinstance(content.get("entry"), int)},
     )
 
 

@@ -38,7 +38,7 @@ from instar.config.fields import (
     with_values,
 )
 from instar.config.load import Loaded, load_config
-from instar.config.origins import DEFAULT, DERIVED, PRESET, SET
+from instar.config.origins import DEFAULT, DERIVED, PRESET, SCHEDULE, SET
 from instar.config.schema import RunConfig
 from instar.config.sections import Operation
 from instar.config.user_code.trust import is_local
@@ -111,6 +111,11 @@ class Continuation:
         """The operation that the resume appends to the history, if any."""
         after = {key: value for key, (_, value) in self.changes.items()}
         return override(after, self.origins) if after else None
+
+    @property
+    def sets_schedule(self) -> bool:
+        """Whether the schedule is another from now on, whose indices are those of other entries."""
+        return SCHEDULE in self.changes
 
     @property
     def settings(self) -> Settings:

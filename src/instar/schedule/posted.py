@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from instar.config.errors import ConfigProblem
+from instar.config.errors import ConfigProblem, InstarError
 from instar.config.schema import RunConfig
 from instar.config.sections import ScheduledOperation
 from instar.config.suggestions import unknown_key, wrong_value
+from instar.record.control import Inbox
 from instar.schedule.branches import BRANCH
 from instar.schedule.checks import entry_findings, mistakes
 from instar.schedule.triggers import Entry, entry_of
@@ -20,6 +23,17 @@ from instar.schedule.triggers import Entry, entry_of
 TRIGGERS = ("when", "trigger_loss", "max_wait_iters")
 AT_ONCE = {"at_step": 0}
 """the trigger of an operation that was asked for without one"""
+_REFUSED = (
+    InstarError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""what a post raises that is nothing that anybody could ask for"""
 
 
 @dataclass(frozen=True)
@@ -53,6 +67,51 @@ class Cancelled:
     """its index in the schedule"""
     id: str
     by: str
+
+
+@dataclass(frozen=True)
+class Unread:
+    """What people have asked a run for, and no start of it has taken in and saved."""
+
+    requests: Sequence[Posted] = ()
+    cancel_ids: Set[str] = frozenset()
+    """requests that they gave up"""
+    cancel_entries: Set[int] = frozenset()
+    """entries of the schedule that they gave up, by index"""
+
+    def left(self, saved_requests: Iterable[Posted], closed_ids: Set[str]) -> list[Posted]:
+        """Return the requests that a resume carries out: those of its checkpoint, and these.
+
+        Args:
+            closed_ids: those that the checkpoint knows to have ended.
+        """
+        requests = {request.id: request for request in (*saved_requests, *self.requests)}
+        ended_ids = closed_ids | self.cancel_ids
+        return [request for request in requests.values() if request.id not in ended_ids]
+
+
+def read_unread(folder: Path, config: RunConfig, step: int) -> Unread:
+    """Return what is in a run's control folder, without what the run would refuse.
+
+    Args:
+        step: of the checkpoint, from which on these requests wait.
+    """
+    inbox = Inbox(folder)
+    inbox.requests()  # which looks
+    requests: list[Posted] = []
+    cancels: list[Mapping[str, Any]] = []
+    for post in inbox.posts():
+        with suppress(*_REFUSED):
+            content, by = post.read()
+            if post.command == "apply":
+                requests.append(Posted(post.id, by, step, normalize(content, config)))
+            elif isinstance(content, dict):
+                cancels.append(content)
+    return Unread(
+        requests,
+        {str(content["id"]) for content in cancels if "id" in content},
+        {content["entry"] for content in cancels if isinstance(content.get("entry"), int)},
+    )
 
 
 def normalize(content: object, config: RunConfig) -> dict[str, Any]:

@@ -32,13 +32,38 @@ Answer = Mapping[str, Any]
 """what becomes of a post, as JSON: `id`, `command`, `by`, `content`, and `refusal` ("": it is accepted)"""
 
 
-def take_in(state: RunState, parts: Components) -> RunState:
-    """Take in what people have asked for since the last look. A collective."""
+def take_in_at_start(
+    state: RunState, parts: Components, *, has_other_schedule: bool = False
+) -> RunState:
+    """Take in what people have asked for while the run did not train: before its first step, at which it may be due. A
+    collective.
+
+    Args:
+        has_other_schedule: this start sets a schedule, none of whose entries they can have meant.
+    """
+    inbox, earlier_ids, has_posts = parts.sync.inbox, state.request_ids, False
+    if inbox is not None:
+        inbox.requests()  # which looks
+        has_posts = bool(inbox.posts())
+    if not agree(parts.world, has_posts):
+        return state
+    state = take_in(state, parts, has_other_schedule=has_other_schedule)
+    new_ids = {post.id for post in state.posted if not post.is_immediate} - earlier_ids
+    log_waiting(state, parts, new_ids)
+    return state
+
+
+def take_in(state: RunState, parts: Components, *, has_other_schedule: bool = False) -> RunState:
+    """Take in what people have asked for since the last look. A collective.
+
+    Args:
+        has_other_schedule: see `take_in_at_start`.
+    """
     parts.sync.posts_waiting = False
     answers: list[Answer] = []
     with raise_on_all_ranks(parts.world, "reading what was asked for"):
         if parts.world.is_main:
-            answers = _answers(state, parts)
+            answers = _answers(state, parts, has_other_schedule)
     for answer in cast("list[Answer]", agree(parts.world, answers)):
         before, state = state, _after(state, answer)
         _log_answer(before, state, parts, answer)
@@ -46,7 +71,7 @@ def take_in(state: RunState, parts: Components) -> RunState:
     return state
 
 
-def _answers(state: RunState, parts: Components) -> list[Answer]:
+def _answers(state: RunState, parts: Components, has_other_schedule: bool) -> list[Answer]:
     inbox = parts.sync.inbox
     assert inbox is not None
     answers: list[Answer] = []
@@ -55,13 +80,13 @@ def _answers(state: RunState, parts: Components) -> list[Answer]:
         if post.id in known_ids:  # of the checkpoint that the run was resumed from
             inbox.discard(post)
             continue
-        answers.append(_answer(state, parts, post))
+        answers.append(_answer(state, parts, post, has_other_schedule))
         inbox.accept(post)
         state = _after(state, answers[-1])  # what the next one may cancel
     return answers
 
 
-def _answer(state: RunState, parts: Components, post: Post) -> Answer:
+def _answer(state: RunState, parts: Components, post: Post, has_other_schedule: bool) -> Answer:
     """Return what becomes of a post: the run's own checks are those that count, whoever has written it."""
     content: Any = None
     by, refusal = "", ""
@@ -71,7 +96,7 @@ def _answer(state: RunState, parts: Components, post: Post) -> Answer:
             content = normalize(content, parts.config)
             check_possible(state, parts, entry_of(None, ScheduledOperation(**content)))
         else:
-            _check_waits(state, parts, content)
+            _check_waits(state, parts, content, has_other_schedule)
     except (InstarError, ValueError, OSError) as error:
         refusal = str(error)
     except RecursionError:
@@ -116,7 +141,9 @@ def _check_new_branch(state: RunState, entry: Entry) -> None:
         raise ValueError(f"there is a branch {name} already, or it waits: choose another name")
 
 
-def _check_waits(state: RunState, parts: Components, content: Any) -> None:
+def _check_waits(
+    state: RunState, parts: Components, content: Any, has_other_schedule: bool
+) -> None:
     """Raise ValueError if there is nothing to cancel."""
     if not isinstance(content, Mapping) or content.keys() not in ({"id"}, {"entry"}):
         raise ValueError("name what waits by `id`, or by `entry`, its index in the schedule")
@@ -124,6 +151,10 @@ def _check_waits(state: RunState, parts: Components, content: Any) -> None:
         if content["id"] not in [post.id for post in state.posted]:
             raise ValueError(f"no operation with the id {content['id']!r} waits")
         return
+    if has_other_schedule:
+        raise ValueError(
+            f"entry {content['entry']!r} was one of the schedule before: this resume has set another"
+        )
     numbers = sorted({e.number for e in state.ahead(parts.entries) if e.number is not None})
     if type(content["entry"]) is not int or content["entry"] not in numbers:
         which = f"these wait: {', '.join(map(str, numbers))}" if numbers else "none waits"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 
 import msgspec
 
@@ -13,7 +14,6 @@ from instar.checkpoint.store import Checkpoint
 from instar.config.budget import Counters
 from instar.config.errors import ConfigError, ConfigProblem
 from instar.config.fields import with_values
-from instar.config.origins import SCHEDULE
 from instar.models.shape import mask_of
 from instar.run.resume import DERIVES, Continuation
 from instar.run.start.preflight import Prepared, sharding_problems
@@ -35,7 +35,7 @@ from instar.schedule.operations import (
     initial_state,
     plan_operation,
 )
-from instar.schedule.posted import Cancelled, Posted
+from instar.schedule.posted import Cancelled, Posted, Unread, read_unread
 from instar.schedule.timeline import Beginning, Clock
 from instar.schedule.triggers import (
     Entry,
@@ -64,6 +64,7 @@ class _StateAhead(msgspec.Struct, frozen=True):
     reevaluates_at: int = -1
     requests: tuple[Posted, ...] = msgspec.field(default=(), name="posted")
     cancellations: tuple[Cancelled, ...] = msgspec.field(default=(), name="cancelled")
+    closed_ids: tuple[str, ...] = msgspec.field(default=(), name="closed")
 
 
 def _state_of(checkpoint: Checkpoint) -> _StateAhead:
@@ -90,6 +91,7 @@ def with_rest(
     checkpoint: Checkpoint | None,
     world_size: int,
     device: str | None = None,
+    control: Path | None = None,
 ) -> Prepared:
     """Return a resumed run with the forecast of its rest, from the checkpoint on, instead of that of its config,
     and with the end of the decay that follows from it where the config leaves it open.
@@ -98,6 +100,7 @@ def with_rest(
 
     Args:
         device: see `preflight`.
+        control: folder with what people asked for while the run did not train; None: nothing.
 
     Raises:
         ConfigError: operations that are left cannot be carried out, or the model cannot be divided among the ranks.
@@ -117,9 +120,10 @@ def with_rest(
     except (LookupError, TypeError, ValueError):
         return prepared_run
     present, spec, loaded_config = past[-1].state, prepared_run.spec, continuation.loaded_config
+    unread = Unread() if control is None else read_unread(control, present.config, progress.step)
     problems: list[ConfigProblem] = []
     try:
-        entries = _entries_left(present, history, continuation, state)
+        entries = _entries_left(present, history, continuation, state, unread)
         legs = legs_of(entries, present, spec, world_size)
     except ScheduleError as error:
         problems = [loaded_config.problem(p.key, p.message, p.hint) for p in error.problems]
@@ -148,16 +152,17 @@ def past_stages(initial: State, history: History, step: int) -> list[PastStage]:
 
 
 def _entries_left(
-    present: State, history: History, continuation: Continuation, state: _StateAhead
+    present: State, history: History, continuation: Continuation, state: _StateAhead, unread: Unread
 ) -> Sequence[Entry]:
     """Return the entries of the schedule that may still fire, and what people asked for that waits."""
-    operation = continuation.operation
-    is_other_schedule = operation is not None and SCHEDULE in operation.value
-    numbers = set() if is_other_schedule else {entry.number for entry in state.cancellations}
+    numbers = {entry.number for entry in state.cancellations} | unread.cancel_entries
+    if continuation.sets_schedule:
+        numbers = set()
+    closed_ids = {change.id for change in history} | {*state.closed_ids}
     entries = remaining(schedule_entries(present.config), history)
     return [
         *(entry for entry in entries if entry.number not in numbers),
-        *(post.entry for post in state.requests),
+        *(request.entry for request in unread.left(state.requests, closed_ids)),
     ]
 
 

@@ -68,8 +68,9 @@ def preflight_launch(
         loaded_config, ranks, lambda text: None if text.startswith(NOTE) else say(text)
     )
     preparation = preflight(loaded_config, ranks, new=resume is None, settings=settings)
-    if resumed_run is not None:
-        preparation = with_rest(preparation, resumed_run, checkpoint, ranks)
+    if resume is not None and resumed_run is not None:
+        control = resume.run.control
+        preparation = with_rest(preparation, resumed_run, checkpoint, ranks, control=control)
     check_memory(loaded_config, preparation.forecast, loaded_config.config.device, ranks_here=ranks)
     if checkpoint is None:
         starting_weights(loaded_config, preparation.spec)

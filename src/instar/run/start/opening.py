@@ -33,6 +33,7 @@ from instar.record.start_folder import note_start
 from instar.record.system import machine, versions
 from instar.record.trackers.sink import TrackerSink
 from instar.record.trackers.tracker import TrackedRun, configured_trackers
+from instar.run.changes.requests import take_in_at_start
 from instar.run.changes.scheduled import check_ahead
 from instar.run.components import Components
 from instar.run.output.operation_text import format_shape
@@ -89,6 +90,7 @@ def open_run(plan: RunPlan, rank: RankContext) -> OpenRun:
     _resume(plan, trainer, run_dir)
     rank.signal.resumable = rank.signal.resumable or checkpoint is not None
     end = trainer.over() if checkpoint is not None and not request.only_test else None
+    _check_rest(plan, trainer, trains=end is None and not request.only_test)
     if not request.only_test:
         _begin_line(trainer, checkpoint, run_dir)
     run = OpenRun(run_dir, trainer, end)
@@ -245,14 +247,30 @@ def resume_from(
                 trainer.state, trainer.parts, checkpoint, override=override, allow=allow
             )
             messages += restore_warnings
-        with raise_on_all_ranks(world, "checking the rest of the schedule"):
-            check_ahead(trainer.state, trainer.parts)
     elif override is not None:
         with raise_on_all_ranks(world, "applying new values"):
             change = Change(override, 0, 0, reason="set at resume")
             trainer.state = replay_history(trainer.state, trainer.parts, (change,))
     for warning in messages:
         trainer.parts.logger.warn(warning, trainer.state.step)
+
+
+def _check_rest(plan: RunPlan, trainer: Trainer, *, trains: bool) -> None:
+    """Take in what people asked for meanwhile, and check the rest of the schedule of a resumed run. A collective.
+
+    Args:
+        trains: False: the run makes no step, and what was asked for goes on waiting.
+    """
+    run, parts = plan.run, trainer.parts
+    if run.continuation is None:
+        return
+    if trains:
+        trainer.state = take_in_at_start(
+            trainer.state, parts, has_other_schedule=run.continuation.sets_schedule
+        )
+    if run.checkpoint is not None:
+        with raise_on_all_ranks(parts.world, "checking the rest of the schedule"):
+            check_ahead(trainer.state, parts)
 
 
 def _begin_line(trainer: Trainer, checkpoint: Checkpoint | None, run_dir: RunDir) -> None:

@@ -282,9 +282,10 @@ def _prepare(run: ResolvedRun, loaded_config: Loaded, world: World) -> Prepared:
     settings = None if resumed_run is None else resumed_run.settings
     new = run.resume is None
     prepared_run = preflight(loaded_config, world.size, new=new, settings=settings, device=device)
-    if resumed_run is None:
+    if run.resume is None or resumed_run is None:
         return prepared_run
-    return with_rest(prepared_run, resumed_run, run.checkpoint, world.size, device)
+    control = run.resume.run.control
+    return with_rest(prepared_run, resumed_run, run.checkpoint, world.size, device, control)
 
 
 def _open_weights(weights: Weights, prepared_run: Prepared, rank: RankContext) -> None:
