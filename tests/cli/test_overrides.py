@@ -197,6 +197,21 @@ def test_the_same_command_does_not_take_back_what_operations_did(typed: Typed, p
     assert overrides(run, "step-6") == [(4, {"train.until": ["6it"]})]
 
 
+def test_the_same_command_does_not_take_back_what_operations_did_to_keys_of_the_config(
+    typed: Typed, place: Path
+) -> None:
+    operations = [
+        {"name": name, "value": 0.5, "when": {"at_step": 2}}
+        for name in ("set_clip", "set_ema_decay")
+    ]
+    keys = ("resume=auto", "record.run_dir=run", "train.clip=0.9", "train.ema=0.9")
+    sets = (*keys, f"schedule={json.dumps(operations)}")
+    auto = ("train", "tiny.yaml", *(word for text in sets for word in ("--set", text)))
+    typed(*auto, "--until", "4it")
+    typed(*auto, "--until", "6it")
+    assert overrides(place / "run", "step-6") == [(4, {"train.until": ["6it"]})]
+
+
 def test_a_config_that_was_edited_counts_where_it_was_edited(typed: Typed, place: Path) -> None:
     auto = ("train", "tiny.yaml", *BEGUN, "--set", "resume=auto")
     typed(*auto, "--until", "4it")

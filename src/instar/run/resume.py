@@ -313,6 +313,8 @@ class _Past:
     """of `config`, by dotted key"""
     read_last: Mapping[str, Any]
     """values by dotted key when the file was last read"""
+    set_last: Mapping[str, Any]
+    """values by dotted key that the start of the run and its resumes set, whatever operations have changed since"""
     keys_at_start: Collection[str]
     """dotted keys that the run had when it began, except launch-only ones"""
 
@@ -337,13 +339,22 @@ def _read_past(run: RunDir, loaded_config: Loaded, checkpoint: Checkpoint | None
         began = with_values(loaded_config.config, values_at_start)
         history = history_from_json(manifest.history if manifest is not None else ())
         config, settings = effective(began, history)
-        from_files = {key: value for key, value, origin in overrides(history) if origin != SET}
+        set_at_resumes = list(overrides(history))
+        from_files = {key: value for key, value, origin in set_at_resumes if origin != SET}
         read_last = values(with_values(began, from_files))
+        set_last = values(with_values(began, {key: value for key, value, _ in set_at_resumes}))
     except (LookupError, TypeError, ValueError) as error:
         where = checkpoint.path if checkpoint is not None else run.path
         raise CheckpointError(f"{where}: its history cannot be read: {error}") from error
     return _Past(
-        began, history, config, settings, values(config), read_last, values_at_start.keys()
+        began,
+        history,
+        config,
+        settings,
+        values(config),
+        read_last,
+        set_last,
+        values_at_start.keys(),
     )
 
 
@@ -368,7 +379,7 @@ def _changes(resume: Resume, loaded_config: Loaded, past: _Past) -> dict[str, tu
         if key == "precision" and value == "auto":
             is_new = False  # the precision resolved at step 0 holds on any machine
         elif origin == SET:
-            is_new = value != (before if resume.by_person else past.values[key])
+            is_new = value != (before if resume.by_person else past.set_last[key])
         else:
             left_open = origin == DEFAULT or (value is None and (key == DERIVES or is_fixed(key)))
             is_new = not left_open and value not in (past.read_last[key], before)
