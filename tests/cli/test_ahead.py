@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,19 @@ def test_the_rest_has_the_shapes_the_memory_and_the_totals_of_the_start(
         assert totals(rest) == totals(whole), step
         left.add(len(rest.stages))
     assert len(left) >= 3, "operations were carried out on the way"
+
+
+def test_a_dry_run_of_a_resume_is_about_the_rest(
+    train: Callable[..., RunDir], typed: Typed
+) -> None:
+    rest = prepared_at(train(*RUNS["grows"]), 5).forecast
+    said = typed("train", "--resume", "run", "--from", "5", "--dry-run", "--json")
+    (line,) = (line for line in said.splitlines() if line.startswith("{"))
+    stages = json.loads(line)["stages"]
+    told = [(stage["first_step"], stage["parameters"]["total"]) for stage in stages]
+    assert told == [(stage.first_step, stage.parameters.total) for stage in rest.stages]
+    text = typed("train", "--resume", "run", "--from", "5", "--dry-run")
+    assert re.search(r"^stage 1 +as the run is now\nbegins +at step 5\nshape +4 layers", text, re.M)
 
 
 def test_the_end_of_the_decay_is_that_of_the_rest(train: Callable[..., RunDir]) -> None:

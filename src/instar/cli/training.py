@@ -30,7 +30,7 @@ from instar.record.system import host_bytes
 from instar.run.init_weights import starting_weights
 from instar.run.load_config import load_run_config
 from instar.run.resume import Resume, automatic, named_checkpoint, with_restoring
-from instar.run.start.launch import launch_options, preflight_launch
+from instar.run.start.launch import launch_options, preflight_launch, preflight_rest
 from instar.run.start.preflight import foreseen_precision, preflight, suggestion
 from instar.schedule.memory import in_force
 from instar.schedule.render import render
@@ -190,11 +190,14 @@ def _forecast(
     argv: Sequence[str],
     ranks: int,
 ) -> int:
-    new = automatic(loaded_config.config) is None
-    preparation = preflight(
-        loaded_config, ranks, new=new, assume=lambda text: click.echo(text, err=True)
-    )
-    weights = starting_weights(loaded_config, preparation.spec) if new else None
+    resume = resume or automatic(loaded_config.config)
+    if resume is None:
+        preparation = preflight(
+            loaded_config, ranks, assume=lambda text: click.echo(text, err=True)
+        )
+    else:
+        loaded_config, preparation = preflight_rest(loaded_config, ranks, resume)
+    weights = starting_weights(loaded_config, preparation.spec) if resume is None else None
     line = torchrun_line(
         argv, ranks, options.devices, port=loaded_config.config.parallel.master_port
     )
@@ -221,7 +224,7 @@ def _forecast(
             f"{bytes_text(available)}{where}{f'; {better}' if better else ''}",
             err=True,
         )
-    for warning in preparation.warnings:
+    for warning in preparation.warnings if resume is None else ():  # it has said them
         click.echo(f"warning: {warning}", err=True)
     click.echo(f"same as: {line}")
     if isinstance(preparation.spec, SampleSetSpec):

@@ -66,8 +66,9 @@ def wrapped_row(label: str, texts: Sequence[str]) -> list[str]:
 
 def _stage_header(number: int, stage: Stage, forecast: Forecast) -> list[Row]:
     label = f" ({stage.label})" if stage.label else ""
+    beginning = "as the run is now" if stage.first_step else "as the config says"
     rows: list[Row] = [
-        (f"stage {number}", [f"{stage.operation}{label}" or "as the config says"]),
+        (f"stage {number}", [f"{stage.operation}{label}" or beginning]),
         ("trigger", [stage.when]),
         ("begins", [_steps(stage, forecast)]),
         ("skipped", [stage.skipped]),

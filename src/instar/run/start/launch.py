@@ -10,7 +10,7 @@ from instar.distributed.placement import LaunchOptions, Placement, RankCount
 from instar.run.init_weights import starting_weights
 from instar.run.resume import Resume, automatic, choose_checkpoint, continuation
 from instar.run.start.ahead import with_rest
-from instar.run.start.preflight import check_memory, preflight, prepare_run_data
+from instar.run.start.preflight import Prepared, check_memory, preflight, prepare_run_data
 
 
 def launch_options(
@@ -74,3 +74,18 @@ def preflight_launch(
     check_memory(loaded_config, preparation.forecast, loaded_config.config.device, ranks_here=ranks)
     if checkpoint is None:
         starting_weights(loaded_config, preparation.spec)
+
+
+def preflight_rest(loaded_config: Loaded, ranks: int, resume: Resume) -> tuple[Loaded, Prepared]:
+    """Return the config with which a run would go on, and the forecast of its rest; nothing is started or prepared.
+
+    Raises:
+        CheckpointError: there is no intact checkpoint.
+        ConfigError: the run cannot be resumed so; lists all mistakes.
+    """
+    checkpoint, _ = choose_checkpoint(resume, check=False)
+    resumed_run = continuation(resume, loaded_config, checkpoint)
+    loaded_config, settings = resumed_run.loaded_config, resumed_run.settings
+    preparation = preflight(loaded_config, ranks, new=False, settings=settings)
+    control = resume.run.control
+    return loaded_config, with_rest(preparation, resumed_run, checkpoint, ranks, control=control)
