@@ -91,6 +91,10 @@ def totals(forecast: Forecast) -> list[tuple[int, ...]]:
     return [(total.steps, total.samples) for total in cases if total is not None]
 
 
+def flops(forecast: Forecast) -> list[int]:
+    return [total.flops for total in (forecast.early, forecast.late) if total is not None]
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_the_rest_has_the_shapes_the_memory_and_the_totals_of_the_start(
     name: str, train: Callable[..., RunDir]
@@ -110,6 +114,7 @@ def test_the_rest_has_the_shapes_the_memory_and_the_totals_of_the_start(
         # the first has done with its growth, which is not to be paid again
         assert [s.memory for s in rest.stages[1:]] == [s.memory for s in begun[1:]]
         assert totals(rest) == totals(whole), step
+        assert flops(rest) == pytest.approx(flops(whole), rel=0.02), step
         left.add(len(rest.stages))
     assert len(left) >= 3, "operations were carried out on the way"
 

@@ -215,7 +215,8 @@ def test_a_branch_keeps_what_its_own_operations_set_at_a_resume(cfg: Path, tmp_p
     branch = {**SMALL, "when": {"at_step": 4}, "iters": 3, "schedule": clips[1:]}
     train(cfg, tmp_path / "trunk", [clips[0], branch], "train.until=[5it]")
     run = tmp_path / "trunk.small"
-    run_ranks(1, tmp_path, "resume", run, "--until", "8it")
+    said = resume(run, "--until", "8it")
+    assert "the last decay of this branch ends at step 7, and the rate stays at its lowest" in said
     last = load_checkpoint(latest_checkpoint(run)).manifest.history[-1]["operation"]
     assert (last["name"], last["value"]) == ("override", {"train.until": ["8it"]})
 

@@ -275,6 +275,14 @@ def early_end_of_decay(settings: Settings, steps: int | None, *, is_set: bool = 
     Args:
         is_set: a resume has just set its end.
     """
+    if settings.decay_iters:  # the schedule stands still in it, whatever its end
+        last = settings.decay_start + settings.decay_iters
+        if steps is None or last >= steps:
+            return ""
+        return (
+            f"the last decay of this branch ends at step {last:,}, and the rate stays at its lowest until step {steps:,}; "
+            "reset_lr_schedule begins a schedule anew"
+        )
     end = settings.lr_decay_iters
     if settings.lr_shape not in ("cosine", "linear", "wsd") or end is None or steps is None:
         return ""

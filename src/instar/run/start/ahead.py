@@ -186,6 +186,7 @@ def _beginning(
         progress.step,
         progress.samples,
         progress.tokens,
+        flops=round(progress.flops),
         in_order=progress.samples - course.since,
         epochs_before=Fraction(course.epochs_before).limit_denominator(_LARGEST_EPOCH),
     )
