@@ -257,6 +257,19 @@ def test_a_metric_that_never_improves_ends_the_run_and_says_so(place: Place) -> 
         assert pointed(run_dir, "best").startswith("step-")
 
 
+def test_a_metric_that_is_never_a_number_leaves_no_best_checkpoint_which_is_said(
+    place: Place,
+) -> None:
+    run_dir = place.path / "run"
+    settings = ("task=mine:Unsure", "checkpoint.best_of=[doubt]", "train.until=10it")
+    children = place.train(run_dir, *settings, ranks=2)
+    assert set(codes(children)) == {0}, said(children)
+    warning = "there is no best checkpoint by doubt: the last weights are tested"
+    assert said(children).count(warning) == 1
+    assert [event["message"] for event in events(run_dir, "warning")].count(warning) == 1
+    assert result(run_dir)["weights"] == "last"
+
+
 def test_a_split_that_is_not_needed_may_be_empty(place: Place) -> None:
     run_dir = place.path / "run"
     children = place.train(run_dir, "data.test=0", "test.at_end=false")

@@ -14,6 +14,7 @@ import torch
 from pandas import DataFrame
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, random_split
 from torch_geometric.data import Data as Graph
+from torch_geometric.data import HeteroData
 from torch_geometric.loader import DataLoader as GraphLoader
 
 from instar.config.errors import ConfigError
@@ -136,6 +137,8 @@ def test_graphs_are_ragged_and_their_text_is_left_out(given: Callable[[int], Any
         (Row, "the class Row, not an object of it"),
         (tensors, "a function, not what it returns"),
         ([(X[0], 1), None], "sample 1 is None; return mappings, tuples or dataclasses of arrays"),
+        (molecules(1)[0], r"a single graph, where a sample is a graph: return \[graph\]"),
+        ([HeteroData()], "sample 0 is a HeteroData; return the arrays of each type by name"),
         (random_split(tensors(), [15, 5]), "sample 0 is a Subset; data sets of splits are named"),
         ({"training": tensors()}, "training is a TensorDataset, .*; data sets of splits are named"),
     ],
@@ -380,6 +383,18 @@ def test_nodes_of_graphs_without_features_are_counted() -> None:
     graphs[0] = Graph(x=torch.zeros(3, 2), edge_index=edges, num_nodes=4)
     with pytest.raises(ValueError, match="num_nodes is 4, but there are 3 rows of features"):
         as_source(graphs[:1])
+
+
+def test_a_cloud_of_points_is_a_graph_without_edges() -> None:
+    clouds = [Graph(pos=torch.full((2 + k, 3), float(k)), y=torch.tensor([k])) for k in range(5)]
+    for samples in (clouds, iter(clouds)):
+        columns = as_source(samples).read(np.array([3, 0]))
+        assert set(columns) == {"pos", "y"}
+        position = columns["pos"]
+        assert isinstance(position, Ragged)
+        assert position.sizes.tolist() == [5, 2]
+    stream_of_clouds = stream(lambda: lambda: iter(clouds), order="sequential")
+    assert ragged_names(stream_of_clouds.train(1)[0].read(np.array([0]))) == {"pos"}
 
 
 MASKED = np.ma.masked_equal(np.arange(20.0).reshape(20, 1), 7.0)

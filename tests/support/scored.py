@@ -179,6 +179,11 @@ class Unknown(Outputs):
     better = {"accuracy": "max", "doubt": "min"}  # noqa: RUF012
 
 
+class Unnamed(Outputs):
+    def measure(self, logits: Tensor, batch: Batch) -> dict[str, Any]:
+        return super().measure(logits, batch) | {"certain": logits.softmax(1).amax(1)}
+
+
 class PerClass(Outputs):
     def metrics(self) -> dict[str, Any]:
         f1 = MulticlassF1Score(2, average="none")

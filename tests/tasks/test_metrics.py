@@ -118,6 +118,7 @@ def test_an_evaluation_runs_the_model_once_per_batch(tmp_path: Path, limit: int)
 
 REFUSED = {
     "Unknown": "Unknown.better must name auroc of metrics() too",
+    "Unnamed": "Unnamed.better must name certain of measure() too, and whether max or min is better",
     "PerClass": "the metric auroc must be one number, not Tensor [2]: choose an average",
     "NoTuple": "measure's auroc must be a tuple of the tensors that metrics()['auroc'] takes",
     "Undeclared": "measure's auroc is a tuple, and metrics() declares no auroc that takes it",

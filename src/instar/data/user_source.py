@@ -228,6 +228,8 @@ def as_source(value: object, fields: Sequence[str] = ()) -> Source:
         raise ValueError(f"a single {type(value).__name__} without a name; {FORMS}")
     if is_iterable(value):
         value = _read(cast(Iterable[Any], value))
+    if is_graph(value) and not hasattr(value, "to_data_list"):  # which a batch of graphs has
+        raise ValueError("a single graph, where a sample is a graph: return [graph]")
     if isinstance(value, type) or not (hasattr(value, "__len__") and hasattr(value, "__getitem__")):
         raise ValueError(f"{_unusable(value)}; {FORMS}")
     samples = cast(Sequence[Any], value)
@@ -344,6 +346,8 @@ def sample_of(number: int, item: object, fields: Sequence[str] = ()) -> Mapping[
         return sample_of(number, (item,), fields)
     kind = "None" if item is None else f"a {type(item).__name__}"
     hint = _NAMED_SPLITS if _is_set(item) else "; return mappings, tuples or dataclasses of arrays"
+    if hasattr(item, "node_types"):  # of a heterogeneous graph
+        hint = "; return the arrays of each type by name"
     raise ValueError(f"sample {number} is {kind}{hint}")
 
 
@@ -464,11 +468,14 @@ def graph_sample(graph: Any) -> dict[str, NDArray[Any]]:
     `edges` [edges, 2]. Text, such as the name of a molecule, is left out, and `num_nodes` where `x` or
     `pos` has a row for each node.
 
+    A graph without edge_index, such as a cloud of points, has no `edges`.
+
     Raises:
         ValueError: `num_nodes` is not the number of these rows.
     """
     sample = {name: _to_numpy(name, value) for name, value in graph.to_dict().items()}
-    sample["edges"] = np.ascontiguousarray(sample.pop("edge_index").T)
+    if (edge_index := sample.pop("edge_index", None)) is not None:
+        sample["edges"] = np.ascontiguousarray(edge_index.T)
     rows = next((len(sample[name]) for name in ("x", "pos") if sample.get(name) is not None), None)
     nodes = sample.get("num_nodes")
     if rows is not None and nodes is not None:

@@ -169,6 +169,10 @@ def _weights(
             step = checkpoint.manifest.step
             yield task, strategy.bare, step, identity, "best", strategy.forward_is_collective
         return
+    if weights == "best":
+        metric = parts.config.checkpoint.best_of[0]
+        text = f"there is no best checkpoint by {metric}: the last weights are tested"
+        parts.logger.warn(text, state.step)
     set_model_step(parts.stepper.unwrapped_model, state.step)
     parts.stepper.share_buffers()
     with parts.stepper.evaluating():

@@ -178,6 +178,11 @@ class UserTask(Task):
         better = self.custom_task.better
         if missing := [name for name in better if name not in values]:
             raise ValueError(f"{self._name}.measure gave no {', '.join(missing)}")
+        if unknown := values.keys() - {"loss", *better}:
+            raise ValueError(
+                f"{self._name}.better must name {', '.join(sorted(map(str, unknown)))} of measure() too, "
+                "and whether max or min is better"
+            )
         inputs = {name: values[name] for name in better if isinstance(values[name], tuple)}
         tallies, weights = {}, torch.ones_like(losses)
         for name in self.metrics:

@@ -387,6 +387,40 @@ def test_runs_are_pruned_and_can_be_resumed(place: FleetPlace, forks: Forks) -> 
     assert (place.path / "runs/rates-1/checkpoints/step-300").exists()
 
 
+LATE = """\
+import json, pathlib, sys, time
+
+folder, rate = pathlib.Path(sys.argv[1]), float(sys.argv[2])
+folder.mkdir(parents=True)
+(folder / "run.yaml").touch()  # a run, which is asked to stop
+with open(folder / "metrics.jsonl", "a") as file:
+    file.write(json.dumps({"step": 1, "val/loss": rate}) + "\\n")
+while rate > 1 and not list(folder.glob("control/*.stop")):
+    time.sleep(0.02)
+"""
+
+
+def test_a_run_that_succeeds_before_it_can_be_pruned_is_not_called_pruned(
+    place: FleetPlace,
+) -> None:
+    (place.path / "late.py").write_text(LATE)
+    place.write("""
+name: late
+max_parallel: 1
+search:
+  seed: 1
+  sampler: grid
+  pruner: {name: successive_halving, reduction_factor: 2}
+  space: {rate: {choices: [1, 2]}}
+jobs: {job: {command: [python3, -I, -S, late.py, "${output_dir}", "${rate}"]}}
+""")
+    code, output = place.run("up", "fleet.yaml")
+    assert code == 0, output
+    instances = place.status("late")["instances"]
+    assert [instances[index]["phase"] for index in "01"] == ["succeeded", "succeeded"], output
+    assert "is pruned" not in output
+
+
 JOB = """\
 import json, os, pathlib, sys, time
 

@@ -271,6 +271,9 @@ class Launcher:
         if phase == "failed" and is_full(self.folder):
             reason += f"; the disk of {self.folder} is full"
         self._write(instance, phase, reason, process)
+        if phase == "pruned" and self.trials is not None:
+            # only now: a run that is given up at its last evaluation may have succeeded
+            self.say(f"{instance.run_name} is pruned: {self.trials.last_value(instance)}")
         if phase == "failed":
             for line in failure_text(self.folder, instance, reason, process):
                 self.say(line)
@@ -300,9 +303,7 @@ class Launcher:
         while True:
             await asyncio.sleep(_LOOK_S)
             for task, runner in list(self._running.values()):
-                reason = "" if runner.given_up else trials.look(runner.instance)
-                if reason:
-                    self.say(f"{runner.instance.run_name} is pruned: {reason}")
+                if not runner.given_up and trials.look(runner.instance):
                     runner.given_up = True
                     is_saving = runner.running and trials.ask_to_stop(runner.instance)
                     asyncio.get_running_loop().call_later(_SAVE_S if is_saving else 0, task.cancel)

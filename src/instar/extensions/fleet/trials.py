@@ -132,8 +132,8 @@ class Trials:
             instance, values=trial.values, variables={**instance.variables, **trial.values}
         )
 
-    def look(self, instance: Instance) -> str:
-        """Read new evaluations; return why the trial is to be pruned, or ""."""
+    def look(self, instance: Instance) -> bool:
+        """Read new evaluations; return whether the trial is to be pruned."""
         index = instance.index
         trial = self._study.trials[index]
         assert self.log is not None
@@ -142,8 +142,11 @@ class Trials:
             finite = value if math.isfinite(value) else None
             self.log.write(TrialEvaluated(now(), index, step, finite))
             self._file.add_evaluation(trial.optuna_trial.number, trial.evaluations, value)
-        if not self.is_given_up(index):
-            return ""
+        return self.is_given_up(index)
+
+    def last_value(self, instance: Instance) -> str:
+        """Say what a trial's last evaluation was."""
+        trial = self._study.trials[instance.index]
         return f"{self._search.metric} {trial.value:.4g} at step {trial.step:,}"
 
     def ask_to_stop(self, instance: Instance) -> bool:
