@@ -137,6 +137,8 @@ def test_a_fleet_is_compared_in_the_groups_of_its_matrix(capsys: Capture, tmp_pa
     assert ["lr0.1-s2", "4.0000"] in lines
     assert main(["logs", "summary", "fleets/rates", "--format", "one-line"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 3
+    assert main(["logs", "list", "fleets/rates", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 3
 
 
 @needs("fleet")

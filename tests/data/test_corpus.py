@@ -202,9 +202,19 @@ def test_a_source_that_is_not_there_is_named(tmp_path: Path) -> None:
             open_corpus(str(tmp_path / source), "text")
 
 
-def test_a_source_without_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has no text files"):
+def test_a_folder_of_save_to_disk_is_told_the_kind_that_reads_it(tmp_path: Path) -> None:
+    for name in ("dataset_info.json", "state.json", "data-00000-of-00001.arrow"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(ConfigError, match=r"no text files; .* data\.source of data\.kind: rows"):
         open_corpus(str(tmp_path), "text")
+    (tmp_path / "notes.txt").write_text("a text beside it")
+    assert len(open_corpus(str(tmp_path), "text").sizes) == 1
+
+
+def test_a_source_without_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no text files") as told:
+        open_corpus(str(tmp_path), "text")
+    assert "did you mean" not in str(told.value)  # the folder that was named
     (tmp_path / "a.txt").write_text("")
     with pytest.raises(ConfigError, match="is empty"):
         open_corpus(str(tmp_path / "a.txt"), "text")

@@ -77,6 +77,19 @@ def test_a_loss_that_no_evaluation_has_is_refused_at_the_first(tmp_path: Path) -
     assert len(named.schedule.history) == 1
 
 
+def test_a_loss_without_evaluations_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for schedule, strategy in ((AT_A_LOSS, "no"), (AT_A_LOSS, "steps"), (SCHEDULE, "no")):
+        caplog.clear()
+        growth = TrainerGrowth(schedule)
+        of_trainer(fresh(), tmp_path, growth, eval_strategy=strategy, eval_steps=4).train()
+        is_silent = schedule is SCHEDULE or strategy == "steps"
+        assert ("insert_layers waits for eval_loss, and eval_strategy is 'no'" in caplog.text) is (
+            not is_silent
+        )
+
+
 def test_a_schedule_is_named_by_any_path(tmp_path: Path) -> None:
     """Also one with a character that begins a comment in YAML; a state has it as text."""
     folder = tmp_path / "my #1: schedules"

@@ -209,6 +209,15 @@ def test_an_adapter_as_starting_weights_is_told_where_it_belongs(saved: Path) ->
         find_weights(str(saved / "adapter"), "causal_lm")
 
 
+def test_a_name_on_the_hub_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from instar.run.init_weights import find_weights
+
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"hf download") as told:
+        find_weights("Someone/Model", "causal_lm")
+    assert str(told.value).count("Someone/Model") == 1
+
+
 def config(name: str, base: str = "base", **more: Any) -> dict[str, Any]:
     sections: dict[str, Any] = {
         "name": name,
@@ -320,6 +329,31 @@ def test_an_adapter_without_its_base_is_not_written_silently(
     assert export("plain", "adapter", "--to", "peft", "--with-base") == 3
     assert "the model has no adapters" in capsys.readouterr().err
     assert not Path("adapter").exists()
+
+
+@pytest.mark.usefixtures("model")
+def test_an_adapter_of_chats_has_their_template_and_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages = [{"role": "user", "content": "the"}, {"role": "assistant", "content": "words"}]
+    Path("chats.jsonl").write_text(f"{json.dumps({'messages': messages})}\n" * 40)
+    train(config("first", schedule=ADAPTED, data={"kind": "chat", "source": "chats.jsonl"}))
+    # the base's path begins where the run was started
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert export(str(tmp_path / "first"), "adapter", "--to", "peft") == 0
+    assert export(str(tmp_path / "first"), "merged", "--to", "hf") == 0
+    names = {"chat_template.jinja", "tokenizer_config.json", "generation_config.json"}
+    for name in names:
+        assert Path("adapter", name).read_bytes() == Path("merged", name).read_bytes()
+    about = json.loads(Path("adapter/adapter_config.json").read_text())
+    assert about["base_model_name_or_path"] == str(tmp_path / "base")
+
+
+@pytest.mark.usefixtures("model")
+def test_recomputed_activations_warn_of_nothing(recwarn: pytest.WarningsRecorder) -> None:
+    train(config("first", train={"until": "1it", "gradient_checkpointing": True}))
+    assert not [str(w.message) for w in recwarn if "checkpointing_enable" in str(w.message)]
 
 
 @pytest.mark.usefixtures("model")

@@ -299,6 +299,24 @@ def selected_runs(runs: Sequence[str], *, every: bool = False) -> list[RunDir]:
     return [*selected_groups(runs, every=every)]
 
 
+def listed_runs(folders: Sequence[str]) -> list[RunDir]:
+    """Find the runs in these folders or of these fleets, by default those in `runs`; an empty folder has none.
+
+    Raises:
+        ConfigError: no such folder or run exists, or a pattern matches none.
+    """
+    if not folders:
+        return runs_in(RUNS)
+    texts = [text for text in folders if not _is_empty(Path(text))]
+    return selected_runs(texts) if texts else []
+
+
+def _is_empty(path: Path) -> bool:
+    """Return whether a path is a folder that is no run and no fleet, and has no runs."""
+    is_other_folder = path.is_dir() and run_set(path) is None and not RunDir(path).holds_run()
+    return is_other_folder and not runs_in(path)
+
+
 def selected_groups(runs: Sequence[str], *, every: bool = False) -> dict[RunDir, str]:
     """Find the runs that the arguments name, each with its group if the argument is the folder of a set of runs,
     such as a fleet, else with an empty one.

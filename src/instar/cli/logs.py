@@ -54,7 +54,7 @@ def logs() -> None:
 def list_() -> None:
     """List the runs in each DIR (default: runs), the most recently written last.
 
-    A DIR may also be a run, a name, or a pattern.
+    A DIR may also be a fleet, a run, a name, or a pattern.
     """
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 import click
 import msgspec
 
-from instar.api.runs import RUNS, read_all, selected_groups, selected_runs
+from instar.api.runs import RUNS, listed_runs, read_all, selected_groups, selected_runs
 from instar.cli.logs import FORMATS
 from instar.cli.output import (
     WIDTH,
@@ -45,7 +45,6 @@ from instar.logs.query.runs import (
     row_faults,
     row_notes,
     row_to_json,
-    runs_of,
 )
 from instar.logs.query.summary import Summary, summarize, summary_to_json
 from instar.logs.query.tail import follow_log, last_events, last_lines, unit_of
@@ -78,7 +77,7 @@ some."""
 @packs_output()
 def list_runs_in(folders: tuple[str, ...], output: Output, **filters: Any) -> None:
     """Print runs as a list."""
-    rows = list_rows(runs_of(folders, RUNS), **filters)
+    rows = list_rows(listed_runs(folders), **filters)
     if output.form == "json":
         output.deliver(as_text([row_to_json(row) for row in rows]))
     elif output == Output("text", None, open_it=False):

@@ -177,9 +177,10 @@ def nearest_hint(word: str, words: Iterable[str], otherwise: str = "", cutoff: f
 
 
 def near_path(path: str, pattern: str = "*") -> str:
-    """Return a hint for a path that does not exist: a similarly named file next to it."""
+    """Return a hint for a path that does not exist: a similarly named file next to it; none for one that does."""
     folder = Path(path).parent
-    candidates = [entry.name for entry in folder.glob(pattern)] if folder.is_dir() else []
+    is_absent = folder.is_dir() and not Path(path).exists()
+    candidates = [entry.name for entry in folder.glob(pattern)] if is_absent else []
     suggestion = nearest(Path(path).name, candidates)
     return f"did you mean '{folder / suggestion}'?" if suggestion else ""
 

@@ -192,11 +192,19 @@ class GrowthSchedule:
 
     def check_metric(self, name: str, metrics: Iterable[str]) -> None:
         """Raise GrowthError if an evaluation has no metric of this name, and an operation can only fire at its value."""
-        waits = [entry for entry in remaining(self.entries, self.history) if entry.at_evaluations]
-        if name not in metrics and any(not isinstance(entry.trigger, AnyOf) for entry in waits):
+        if name not in metrics and (operation := self.find_waiting()):
             raise GrowthError(
-                f"{waits[0].operation.name} waits for {name}, and evaluations have {', '.join(metrics) or 'no metrics'}"
+                f"{operation} waits for {name}, and evaluations have {', '.join(metrics) or 'no metrics'}"
             )
+
+    def find_waiting(self) -> str | None:
+        """Return the name of the first operation ahead that can only fire at an evaluation."""
+        names = (
+            entry.operation.name
+            for entry in remaining(self.entries, self.history)
+            if entry.at_evaluations and not isinstance(entry.trigger, AnyOf)
+        )
+        return next(names, None)
 
     def take_pending(self) -> float | None:
         loss, self.pending = self.pending, None

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch.nn import Module
 from transformers.trainer_callback import ExportableState, TrainerCallback
+from transformers.trainer_utils import IntervalStrategy
 from transformers.training_args import ParallelMode
 
 from instar.config.files import read_regular
@@ -72,6 +73,13 @@ class TrainerGrowth(TrainerCallback, ExportableState):
         if state.global_step and saved_state:
             self.growth = saved_state["attributes"]["growth"]
             self.schedule.check(kwargs["model"])
+        if args.eval_strategy == IntervalStrategy.NO and (name := self.schedule.find_waiting()):
+            # another callback may evaluate
+            logger.warning(
+                "%s waits for %s, and eval_strategy is 'no': without evaluations it never fires",
+                name,
+                self._metric,
+            )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._step(args, state, kwargs)

@@ -167,7 +167,10 @@ def _checkpoint(path: Path) -> Path:
             why = error.problems[0]
             download = "a model on the hub is downloaded with: hf download NAME --local-dir FOLDER"
             hint = why.hint if why.hint.startswith(("did", "say")) else download
-            raise ConfigError.of(f"{why.message}, and no folder {str(path)!r}", hint=hint) from None
+            no_folder = (
+                "" if why.message.startswith("no folder") else f", and no folder {str(path)!r}"
+            )
+            raise ConfigError.of(f"{why.message}{no_folder}", hint=hint) from None
     return pointer_target(root, BEST) or latest_checkpoint(root)
 
 

@@ -104,9 +104,12 @@ def find_files(source: str, key: str = "data.source") -> SourceFiles:
                 files.append(file)
             else:
                 left_out.append(os.path.relpath(file, path))
-        source_files = _of_data(path, files, is_of_hub=_is_of_hub(path))
+        has_arrow = any(name.endswith(".arrow") for name in left_out)
+        source_files = _of_data(path, files, is_of_hub=has_arrow or _is_of_hub(path))
         source_files = SourceFiles(path, source_files.files, (*source_files.left_out, *left_out))
         missing = f"the folder {source} has no text files"
+        if has_arrow:
+            missing += "; a data set of Hugging Face is read as data.source of data.kind: rows"
         if ids := next((name for name in left_out if name.endswith(".bin")), None):
             missing += f"; token ids are read from a file or a glob, such as {path / ids}"
     elif path.exists():

@@ -168,23 +168,6 @@ def row_to_json(row: Row) -> dict[str, Any]:
     return as_json
 
 
-def runs_of(folders: Sequence[str], out_dir: Path) -> list[RunDir]:
-    """Return the runs in these folders, or in `out_dir` by default; a run's own folder is allowed.
-
-    Raises:
-        ConfigError: no such folder or run exists, or a pattern matches none.
-    """
-    if not folders:
-        return runs_in(out_dir)
-    runs: dict[Path, RunDir] = {}
-    for text in folders:
-        path = Path(text)
-        empty = path.is_dir() and not RunDir(path).holds_run() and not runs_in(path)
-        for run in [] if empty else find_runs([text], out_dir):
-            runs.setdefault(run.path.resolve(), run)
-    return list(runs.values())
-
-
 def list_rows(
     runs: Sequence[RunDir],
     *,

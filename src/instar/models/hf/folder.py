@@ -57,6 +57,7 @@ from instar.record import atomic
 from instar.record.atomic import atomic_dir, check_new
 from instar.record.progress import folder_bytes, progress
 from instar.record.rundir import RunDir
+from instar.record.start_folder import paths_folder
 
 
 def export_folder(
@@ -150,6 +151,7 @@ def export_adapter(
         raise CheckpointError(f"{path}: no moving average was kept (train.ema)")
     shape, run = pretrained_shape(checkpoint, component), path.absolute().parent.parent
     base = folder / BASE if with_base else _base_of(checkpoint)
+    plain = _PretrainedExport(shape.without_adapters(), run)
     with ExitStack() as stack:
         read = stack.enter_context(checkpoint.reading(component))
         weights = Parts(read, outlines(read.layout), lambda _: None)
@@ -157,7 +159,6 @@ def export_adapter(
             _check_base(base, shape, weights)
         temporary = stack.enter_context(atomic_dir(folder))
         if with_base:
-            plain = _PretrainedExport(shape.without_adapters(), run)
             (temporary / BASE).mkdir()
             tensor_outlines = plain.outlines(outlines(read.layout))
             conversions_of = plain.conversions(weights)
@@ -165,8 +166,9 @@ def export_adapter(
             for name, content in plain.files().items():
                 atomic.write_synced(temporary / BASE / name, content)
         write_adapter(temporary, shape, weights, str(base.absolute()))
-        for name, content in companion_files(run).items():
-            atomic.write_synced(temporary / name, content)
+        for name, content in plain.files().items():
+            if name != CONFIG:
+                atomic.write_synced(temporary / name, content)
     return base
 
 
@@ -176,12 +178,14 @@ def _base_of(checkpoint: Checkpoint) -> Path:
     Raises:
         CheckpointError: it began otherwise.
     """
-    start = checkpoint.manifest.config.get("model.from")
-    if not start or not (Path(str(start)) / CONFIG).is_file():
+    config, run = checkpoint.manifest.config, RunDir(checkpoint.path.absolute().parent.parent)
+    start = config.get("model.from")
+    folder = paths_folder(run, config) / str(start)
+    if not start or not (folder / CONFIG).is_file():
         raise CheckpointError(
             f"{checkpoint.path}: there is no folder of transformers that its run began from; {_WITH_BASE}"
         )
-    return Path(str(start))
+    return folder
 
 
 def _check_base(base: Path, shape: LoraShape, weights: Mapping[str, Tensor]) -> None:

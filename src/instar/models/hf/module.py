@@ -48,7 +48,13 @@ class PretrainedModel(nn.Module):
             dict(self.inner.named_buffers()) if torch.get_default_device().type == "meta" else {}
         )
         if gradient_checkpointing:
-            self.inner.gradient_checkpointing_enable({"use_reentrant": False})
+            # transformers before 5.23 knows the older name alone, of whose use later ones warn
+            enable = (
+                "activation_checkpointing_enable"
+                if hasattr(self.inner, "activation_checkpointing_enable")
+                else "gradient_checkpointing_enable"
+            )
+            getattr(self.inner, enable)({"use_reentrant": False})
 
     def forward(
         self,
