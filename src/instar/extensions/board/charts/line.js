@@ -75,7 +75,7 @@
       return this.runs.filter((run) => run.series[this.metric]?.value.length).length;
     }
 
-    /** Has the mean computed again, after points were appended to the runs' arrays. */
+    /** Discards the cached mean, after points were appended to the runs' arrays. */
     update() {
       this.cachedBand = null;
     }

@@ -121,7 +121,7 @@ class App {
   #selectLatest() {
     if (this.selection.keys.length) return;
     const rows = [...this.runs.rows.values()].filter((row) => !row.archived).sort((a, b) => (b.started || 0) - (a.started || 0) || (b.seen || 0) - (a.seen || 0));
-    // rather one that has started than one that has nothing to show yet
+    // runs that have not started have nothing to show
     const latest = rows.find((row) => row.seen !== null) || rows[0];
     this.selection.slots = latest ? [latest.key] : [];
   }

@@ -125,7 +125,7 @@ class Runs extends EventTarget {
     this.#dispatch("curves");
   }
 
-  /** Has a run that is missing or unreadable requested again when it is shown again. */
+  /** Forgets what was requested of a run that is missing or unreadable: it is requested again when shown again. */
   #resetRequests(key) {
     const run = this.chartRuns.get(key);
     run?.pendingMetrics.clear();
@@ -268,9 +268,9 @@ class Stream extends EventTarget {
     this.#reopenLater();
   }
 
-  #setState(state) {
-    if (state === this.state) return;
-    this.state = state;
-    this.dispatchEvent(new CustomEvent("state", { detail: state }));
+  #setState(newState) {
+    if (newState === this.state) return;
+    this.state = newState;
+    this.dispatchEvent(new CustomEvent("state", { detail: newState }));
   }
 }
