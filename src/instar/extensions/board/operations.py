@@ -27,20 +27,20 @@ MAX_WAITING = 100
 READ_ONLY = "this dashboard is read-only"
 
 
-class Typed(msgspec.Struct, forbid_unknown_fields=True):
+class OperationText(msgspec.Struct, forbid_unknown_fields=True):
     """An operation as it was typed: `widen_mlp=x2 moments=reset`."""
 
     text: str
 
 
-class Which(msgspec.Struct, forbid_unknown_fields=True):
-    """What is to be given up: what was asked for by this id, or this entry of the schedule."""
+class CancelTarget(msgspec.Struct, forbid_unknown_fields=True):
+    """What to cancel: the request of this id, or this entry of the schedule."""
 
     id: str | None = None
     entry: int | None = None
 
 
-_Body = TypeVar("_Body", Typed, Which)
+_Body = TypeVar("_Body", OperationText, CancelTarget)
 
 
 def refusal_of(run: RunDir) -> tuple[int, str] | None:
@@ -55,21 +55,21 @@ def refusal_of(run: RunDir) -> tuple[int, str] | None:
 
 def check_operation(run: RunDir, body: bytes) -> dict[str, Any]:
     """Check an operation without asking for it; the run's own checks are those that count."""
-    check_operation_for(run, _entry(_decoded(body, Typed)))
+    check_operation_for(run, _entry(_decode(body, OperationText)))
     return {"refusal": ""}
 
 
 def ask_for_operation(run: RunDir, body: bytes) -> dict[str, Any]:
     """Ask a run for an operation; return the request's id."""
-    return {"id": post_operation(run, _entry(_decoded(body, Typed)))}
+    return {"id": post_operation(run, _entry(_decode(body, OperationText)))}
 
 
 def cancel_operation(run: RunDir, body: bytes) -> dict[str, Any]:
     """Ask a run to give up what waits; return the request's id."""
-    which = _decoded(body, Which)
-    if (which.id is None) == (which.entry is None):
+    target = _decode(body, CancelTarget)
+    if (target.id is None) == (target.entry is None):
         raise HTTPException(422, "name what waits by id, or by entry, its index in the schedule")
-    names = {"id": which.id, "entry": which.entry}
+    names = {"id": target.id, "entry": target.entry}
     return {"id": post_cancel(run, {k: value for k, value in names.items() if value is not None})}
 
 
@@ -110,17 +110,17 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
-def _decoded(body: bytes, kind: type[_Body]) -> _Body:
+def _decode(body: bytes, kind: type[_Body]) -> _Body:
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise HTTPException(422, f"the request cannot be read: {error}") from None
 
 
-def _entry(typed: Typed) -> Mapping[str, Any]:
-    if not typed.text.strip():
+def _entry(operation: OperationText) -> Mapping[str, Any]:
+    if not operation.text.strip():
         raise ConfigError.of("nothing was typed", hint="write e.g. change_lr=0.5")
-    return typed_entry(typed.text, "operation")
+    return typed_entry(operation.text, "operation")
 
 
 def waiting_of(run: RunDir, *, read_only: bool) -> dict[str, Any]:

@@ -117,7 +117,7 @@ def report_html(records: Sequence[RunRecord], groups: Mapping[RunDir, str] | Non
         "footer": f"Written by Instar {instar.__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC.",
         "panels": charts,
         "answers": answers,
-        "wanted": {"mean": "1" if any((groups or {}).values()) else ""},
+        "defaults": {"mean": "1" if any((groups or {}).values()) else ""},
     }
     return _page(title, data, "\n\n".join(texts))
 
@@ -149,7 +149,7 @@ def plot_html(records: Sequence[RunRecord], chart: Chart, request: ChartRequest)
             for title, panel in zip(titles, panels, strict=True)
         ],
         "answers": {"/api/curves": {"runs": runs}, "/api/groups": {"groups": groups}},
-        "wanted": {
+        "defaults": {
             "x": request.axis,
             "log": "1" if request.log else "",
             "smooth": str(request.weight),

@@ -67,18 +67,18 @@ def page_sections(part: str, record: RunRecord, rows: int = MAX_ROWS) -> list[Se
 
 def failure_section(record: RunRecord, rows: int) -> Iterator[Section]:  # noqa: ARG001
     """Yield the error of a crashed run."""
-    failure_found = run_failure(record)
-    if failure_found is not None:
-        rank = "" if failure_found.rank is None else f"on rank {failure_found.rank}"
-        step = "" if failure_found.step is None else f"at step {failure_found.step:,}"
+    failure = run_failure(record)
+    if failure is not None:
+        rank = "" if failure.rank is None else f"on rank {failure.rank}"
+        step = "" if failure.step is None else f"at step {failure.step:,}"
         yield {
             "kind": "failure",
             "title": "",
-            "type": failure_found.type or "Crashed",
+            "type": failure.type or "Crashed",
             "where": " ".join(filter(None, (rank, step))),
-            "message": shorten_text(failure_found.message, 4000),
-            "resume": failure_found.resume,
-            "log": [shorten_text(line, 400) for line in failure_found.log],
+            "message": shorten_text(failure.message, 4000),
+            "resume": failure.resume,
+            "log": [shorten_text(line, 400) for line in failure.log],
         }
 
 
@@ -157,7 +157,7 @@ def _warnings(record: RunRecord) -> Iterator[tuple[str, int | None, str]]:
 def stage_sections(record: RunRecord, rows: int) -> Iterator[Section]:
     """Yield operations, what was asked for, the stages, and the architecture of each stage."""
     yield _operations(record.of(OperationEvent), rows)
-    yield _asked(record.of(Asked), rows)
+    yield _requests(record.of(Asked), rows)
     run_stages = stages(record)
     unit = summarize(record).unit
     cost_heads = (f"{unit}s>", "FLOPs>", "training>", "last loss>", "val loss>")
@@ -209,7 +209,7 @@ def _operations(operations: Sequence[RecordedEvent[OperationEvent]], rows: int) 
     return table_section("Operations", (*heads, "duration>"), lines, rows, operations)
 
 
-def _asked(entries: Sequence[RecordedEvent[Asked]], rows: int) -> Section:
+def _requests(entries: Sequence[RecordedEvent[Asked]], rows: int) -> Section:
     lines = list[list[Cell]]()
     for event in (entry.event for entry in entries[-rows:]):
         value = "" if event.value is None else str(event.value)
@@ -260,8 +260,8 @@ def result_sections(record: RunRecord, rows: int) -> Iterator[Section]:
     if test is not None:
         yield from map(scatter_section, test.scatters)
         yield text_section(*test.notes)
-    texts_written = [entry.event for entry in record.of(SampleText) if entry.is_current]
-    texts_written = texts_written[-max(1, rows // ROWS_PER_SAMPLE) :]
+    sample_texts = [entry.event for entry in record.of(SampleText) if entry.is_current]
+    sample_texts = sample_texts[-max(1, rows // ROWS_PER_SAMPLE) :]
     samples = [
         {
             "step": event.step,
@@ -269,7 +269,7 @@ def result_sections(record: RunRecord, rows: int) -> Iterator[Section]:
             "prompt": shorten_text(event.prompt, 2000),
             "text": shorten_text(event.text, 4000),
         }
-        for event in reversed(texts_written)
+        for event in reversed(sample_texts)
     ]
     yield {"kind": "samples", "title": "Text samples", "items": samples} if samples else {}
     yield image_section(record, rows / MAX_ROWS)

@@ -41,7 +41,7 @@ _RANK = re.compile(r"\d{1,6}", re.ASCII)
 
 
 @dataclass
-class Shown:
+class RunView:
     """A run that the page shows."""
 
     key: str
@@ -51,7 +51,7 @@ class Shown:
 
 
 @dataclass
-class ShownLog:
+class LogView:
     """The log that the page shows: of a rank, or of a process of a fleet."""
 
     event: str
@@ -84,8 +84,8 @@ class PageUpdates:
             offsets = [_to_int(offset) for offset in match[3].split(",") if offset]
             log_offset = match[4] or log_offset
             fleet_log_offset = match[5] or fleet_log_offset
-        self._shown = [
-            Shown(key, run, Follower(run.events, offset))
+        self._run_views = [
+            RunView(key, run, Follower(run.events, offset))
             for (key, _), offset in zip(places, offsets, strict=False)
             if (run := catalog.find(key)) is not None
         ]
@@ -96,7 +96,7 @@ class PageUpdates:
     @property
     def id(self) -> str:
         """The event id: the state up to which everything has been sent."""
-        at = {view.key: view.follower.offset for view in self._shown}
+        at = {view.key: view.follower.offset for view in self._run_views}
         offsets = ",".join(str(at.get(key, 0)) for key in self._requested_keys)
         ends = ["" if log is None else str(log.offset) for log in (self._log, self._fleet_log)]
         return "|".join([f"{self._boot}.{self._version}", offsets, *ends])
@@ -133,7 +133,7 @@ class PageUpdates:
         )
 
     def _points(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        for view in self._shown:
+        for view in self._run_views:
             follower, restarts = view.follower, view.follower.restarts
             try:
                 size = follower.path.stat().st_size
@@ -153,17 +153,17 @@ class PageUpdates:
             for message in stream_messages(view.run, events, self._metrics):
                 yield "news", {"key": view.key, "offset": follower.offset, **message}
 
-    def _log_of(self, text: str, offset: int) -> ShownLog | None:
+    def _log_of(self, text: str, offset: int) -> LogView | None:
         key, _, rank = text.rpartition("/")
         run = self._catalog.find(key) if _RANK.fullmatch(rank) else None
         if run is None or (path := self._catalog.file(run, run.log(int(rank)))) is None:
             return None
-        return ShownLog("log", {"key": key, "rank": int(rank)}, path, offset)
+        return LogView("log", {"key": key, "rank": int(rank)}, path, offset)
 
-    def _fleet_log_of(self, log: str, offset: int) -> ShownLog | None:
+    def _fleet_log_of(self, log: str, offset: int) -> LogView | None:
         path = self._fleets.log(self._fleet, log) if self._fleets and log else None
         about = {"fleet": self._fleet, "log": log}
-        return None if path is None else ShownLog("fleet_log", about, path, offset)
+        return None if path is None else LogView("fleet_log", about, path, offset)
 
     def _of_fleets(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the list of fleets and the fleet that the page shows, if they have changed."""
@@ -179,7 +179,7 @@ class PageUpdates:
                 yield name, data
 
 
-def _lines(log: ShownLog | None) -> Iterator[tuple[str, dict[str, Any]]]:
+def _lines(log: LogView | None) -> Iterator[tuple[str, dict[str, Any]]]:
     if log is None:
         return
     text, offset, is_cut = log_after(log.path, log.offset)
@@ -192,7 +192,7 @@ def _lines(log: ShownLog | None) -> Iterator[tuple[str, dict[str, Any]]]:
 class EventStream:
     """An endless response, as an ASGI app."""
 
-    news: PageUpdates
+    updates: PageUpdates
     is_ending: Callable[[], bool]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
@@ -211,7 +211,7 @@ class EventStream:
                     await send({"type": "http.response.body", "body": part, "more_body": True})
                     last_sent = loop.time()
                 await asyncio.wait({disconnect}, timeout=POLL_S)
-                parts = await asyncio.to_thread(self.news.poll)
+                parts = await asyncio.to_thread(self.updates.poll)
             await send({"type": "http.response.body", "body": b""})
         finally:
             disconnect.cancel()
@@ -291,8 +291,10 @@ def stream_messages(
     """
     stretch: list[Placed] = []
     for event in events:
-        same = isinstance(event, Placed) and stretch and event.segment == stretch[0].segment
-        if stretch and not same:
+        is_same_segment = (
+            isinstance(event, Placed) and stretch and event.segment == stretch[0].segment
+        )
+        if stretch and not is_same_segment:
             yield _stretch(run, stretch, metrics)
             stretch = []
         if isinstance(event, Placed):
@@ -313,13 +315,15 @@ def revives_steps(run: RunDir, events: Iterable[Event]) -> bool:
     Raises:
         RecordError: the record cannot be read.
     """
-    began = [e.segment for e in events if isinstance(e, RunStarted) and e.resumed_from]
-    if not began or max(began) <= 2:
+    resumed_segments = [e.segment for e in events if isinstance(e, RunStarted) and e.resumed_from]
+    if not resumed_segments or max(resumed_segments) <= 2:
         return False
     lineage = SegmentTree()
     for entry in read_record(run).events:
         lineage.take(entry.event)
-    return any(lineage.parents.get(segment, segment - 1) < segment - 1 for segment in began)
+    return any(
+        lineage.parents.get(segment, segment - 1) < segment - 1 for segment in resumed_segments
+    )
 
 
 def _stretch(run: RunDir, events: list[Placed], metrics: frozenset[str]) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-/* One curve: its points, its moving average, and what of it was superseded; or the mean of several. */
+/* The curve of one run, with its moving average and superseded points, and the mean curve of several runs. */
 (() => {
   "use strict";
 
   const { valueText } = Instar;
 
-  /** The first place in ascending `xs` that is not below `x`. */
+  /** Index of the first element of ascending `xs` that is not below `x`. */
   function lower(xs, x) {
     let low = 0;
     let high = xs.length;
@@ -16,32 +16,26 @@
     return low;
   }
 
-  /** A metric of a run over one axis, with its moving average: freed of its bias towards 0. */
+  /** A metric of a run over one axis, with its bias-corrected exponential moving average. */
   class Line {
     constructor(run, metric, axis, weight) {
-      this.run = run;
       this.runs = [run];
       this.count = 1;
       this.metric = metric;
-      this.axis = axis;
       this.weight = weight;
-      this.shown = true;
-      this.restart();
-    }
-
-    restart() {
-      const found = this.run.series[this.metric];
-      this.xs = found.x[this.axis] || [];
-      this.raw = found.value;
-      this.lost = (found.superseded || []).map((piece) => [piece.x[this.axis] || [], piece.value]);
+      this.isVisible = true;
+      const series = run.series[metric];
+      this.xs = series.x[axis] || [];
+      this.raw = series.value;
+      this.oldPieces = (series.superseded || []).map((piece) => [piece.x[axis] || [], piece.value]);
       this.sum = 0;
       this.bias = 0;
       this.smooth = [];
-      this.grown();
+      this.update();
     }
 
-    /** Takes in what was appended to the run's arrays. */
-    grown() {
+    /** Extends the average over the points that were appended to the run's arrays. */
+    update() {
       if (!this.weight) return;
       for (let i = this.smooth.length; i < this.raw.length; i++) {
         const value = this.raw[i];
@@ -59,9 +53,9 @@
       return this.weight ? this.smooth : this.raw;
     }
 
-    /** All that is drawn, as pairs of places and values. */
+    /** All points that are drawn, as pairs `[xs, ys]`. */
     get extents() {
-      return [[this.xs, this.raw], ...this.lost];
+      return [[this.xs, this.raw], ...this.oldPieces];
     }
 
     textAt(i) {
@@ -69,25 +63,26 @@
     }
   }
 
-  /** The mean of a metric over runs, each smoothed, and their sample standard deviation: what `band` of
-      logs/plot/transforms.py makes of them. */
+  /** The mean of a metric over smoothed runs and their sample standard deviation, as computed by `band` in
+      logs/plot/transforms.py. */
   class Mean {
     constructor(runs, metric, axis, weight) {
-      Object.assign(this, { runs, metric, axis, weight: 0, lost: [], shown: true, smoothing: weight });
+      Object.assign(this, { runs, metric, axis, weight: 0, oldPieces: [], isVisible: true, runWeight: weight });
     }
 
-    /** Of how many runs there are points. */
+    /** Number of runs that have points. */
     get count() {
       return this.runs.filter((run) => run.series[this.metric]?.value.length).length;
     }
 
-    grown() {
-      this.known = null;
+    /** Discards the cached mean, after points were appended to the runs' arrays. */
+    update() {
+      this.cachedBand = null;
     }
 
     get band() {
-      this.known ||= band(this.runs.map((run) => evenly(run, this.metric, this.axis, this.smoothing)));
-      return this.known;
+      this.cachedBand ||= meanBand(this.runs.map((run) => evenPoints(run, this.metric, this.axis, this.runWeight)));
+      return this.cachedBand;
     }
 
     get xs() {
@@ -105,59 +100,59 @@
 
     textAt(i) {
       const { mean, deviation } = this.band;
-      const [middle, spread] = [mean[i], deviation[i]].map((value) => valueText(this.metric, value, true));
-      return this.count > 1 ? `${middle} ± ${spread}` : middle;
+      const [meanText, deviationText] = [mean[i], deviation[i]].map((value) => valueText(this.metric, value, true));
+      return this.count > 1 ? `${meanText} ± ${deviationText}` : meanText;
     }
   }
 
-  /** The finite points of a curve that are evenly spaced, whatever its extremes are: [places, values]. */
-  function evenly(run, metric, axis, weight) {
-    const found = run.series[metric];
-    if (!found) return [[], []];
-    const places = found.x[axis] || [];
-    // what was appended since it was thinned is all there
-    const every = [...places.keys()];
-    const kept = found.even ? [...found.even, ...every.slice((found.even.at(-1) ?? -1) + 1)] : every;
-    const of = (values) => kept.map((i) => values[i]);
-    const even = { x: { [axis]: of(places) }, value: of(found.value) };
-    const { xs, ys } = new Line({ series: { [metric]: even } }, metric, axis, weight);
-    const finite = every.slice(0, ys.length).filter((i) => ys[i] != null);
+  /** The finite, evenly spaced points of a smoothed curve, without the extremes that thinning preserved: `[xs, ys]`. */
+  function evenPoints(run, metric, axis, weight) {
+    const series = run.series[metric];
+    if (!series) return [[], []];
+    const allXs = series.x[axis] || [];
+    const indices = [...allXs.keys()];
+    // points appended after thinning are complete
+    const evenIndices = series.even ? [...series.even, ...indices.slice((series.even.at(-1) ?? -1) + 1)] : indices;
+    const take = (values) => evenIndices.map((i) => values[i]);
+    const evenSeries = { x: { [axis]: take(allXs) }, value: take(series.value) };
+    const { xs, ys } = new Line({ series: { [metric]: evenSeries } }, metric, axis, weight);
+    const finite = indices.slice(0, ys.length).filter((i) => ys[i] != null);
     return [finite.map((i) => xs[i]), finite.map((i) => ys[i])];
   }
 
-  /** Mean and deviation of curves over the range that they have in common, at the places of the one
-      with the fewest points; curves without any are left out. */
-  function band(curves) {
-    const known = curves.filter(([xs]) => xs.length);
-    const start = Math.max(...known.map(([xs]) => xs[0]));
-    const end = Math.min(...known.map(([xs]) => xs.at(-1)));
-    if (!known.length || start > end) return { xs: [], mean: [], deviation: [], low: [], high: [] };
-    const [fewest] = known.reduce((one, other) => (other[0].length < one[0].length ? other : one));
-    const xs = [...new Set([start, ...fewest.filter((x) => x > start && x < end), end])];
-    const values = known.map(([places, ys]) => interpolated(xs, places, ys));
-    const mean = xs.map((_, i) => values.reduce((sum, each) => sum + each[i], 0) / values.length);
-    const deviation = mean.map((middle, i) =>
-      Math.sqrt(values.reduce((sum, each) => sum + (each[i] - middle) ** 2, 0) / Math.max(1, values.length - 1)));
-    const beside = (sign) => mean.map((middle, i) => middle + sign * deviation[i]);
-    return { xs, mean, deviation, low: beside(-1), high: beside(1) };
+  /** Mean and deviation of curves `[xs, ys]` over the range that they share, at the xs of the curve with
+      the fewest points; curves without points are ignored. */
+  function meanBand(curves) {
+    const nonEmpty = curves.filter(([xs]) => xs.length);
+    const start = Math.max(...nonEmpty.map(([xs]) => xs[0]));
+    const end = Math.min(...nonEmpty.map(([xs]) => xs.at(-1)));
+    if (!nonEmpty.length || start > end) return { xs: [], mean: [], deviation: [], low: [], high: [] };
+    const [sparsestXs] = nonEmpty.reduce((a, b) => (b[0].length < a[0].length ? b : a));
+    const xs = [...new Set([start, ...sparsestXs.filter((x) => x > start && x < end), end])];
+    const rows = nonEmpty.map(([curveXs, ys]) => interpolate(xs, curveXs, ys));
+    const mean = xs.map((_, i) => rows.reduce((sum, row) => sum + row[i], 0) / rows.length);
+    const deviation = mean.map((center, i) =>
+      Math.sqrt(rows.reduce((sum, row) => sum + (row[i] - center) ** 2, 0) / Math.max(1, rows.length - 1)));
+    const edge = (sign) => mean.map((center, i) => center + sign * deviation[i]);
+    return { xs, mean, deviation, low: edge(-1), high: edge(1) };
   }
 
-  /** The values at `wanted` of a curve that goes from its first to its last place. */
-  function interpolated(wanted, xs, ys) {
-    let after = 0;
-    return wanted.map((x) => {
-      while (xs[after] < x) after += 1;
-      if (xs[after] === x) return ys[after];
-      const share = (x - xs[after - 1]) / (xs[after] - xs[after - 1]);
-      return ys[after - 1] + share * (ys[after] - ys[after - 1]);
+  /** The curve's values at ascending `targets` between its first and its last x. */
+  function interpolate(targets, xs, ys) {
+    let next = 0;
+    return targets.map((x) => {
+      while (xs[next] < x) next += 1;
+      if (xs[next] === x) return ys[next];
+      const share = (x - xs[next - 1]) / (xs[next] - xs[next - 1]);
+      return ys[next - 1] + share * (ys[next] - ys[next - 1]);
     });
   }
 
-  /** The place of a curve's point nearest to `x`; -1: there is none. */
+  /** Index of the curve's point nearest to `x`, or -1 if there is none. */
   function nearest({ xs, ys }, x) {
-    const at = lower(xs, x);
+    const next = lower(xs, x);
     let best = -1;
-    for (const i of [at - 1, at]) {
+    for (const i of [next - 1, next]) {
       if (ys[i] != null && (best < 0 || Math.abs(xs[i] - x) < Math.abs(xs[best] - x))) best = i;
     }
     return best;

@@ -1,19 +1,20 @@
-/* Curves on a canvas, at most a few points to a pixel: nothing is joined or copied on the way. */
+/* Draws curves on a canvas with at most four points per pixel column, without copying their arrays. */
 (() => {
   "use strict";
 
   const { lower } = Instar;
 
-  /** A colour between three of the form rgb(r, g, b); `share`: 0 is the first, 1 the last. */
-  function mixed(share, ...stops) {
-    const at = share * 2;
-    const [from, to] = at < 1 ? stops : stops.slice(1);
-    const part = (colour, i) => Number(colour.match(/\d+/g)[i]);
-    const parts = [0, 1, 2].map((i) => part(from, i) + (at - (at < 1 ? 0 : 1)) * (part(to, i) - part(from, i)));
-    return `rgb(${parts.map(Math.round).join(", ")})`;
+  /** Interpolates three colours of the form rgb(r, g, b); `share`: 0 is the first, 1 the last. */
+  function mixColours(share, ...stops) {
+    const position = share * 2;
+    const [from, to] = position < 1 ? stops : stops.slice(1);
+    const channel = (colour, i) => Number(colour.match(/\d+/g)[i]);
+    const channels = [0, 1, 2].map((i) => channel(from, i) + (position - (position < 1 ? 0 : 1)) * (channel(to, i) - channel(from, i)));
+    return `rgb(${channels.map(Math.round).join(", ")})`;
   }
 
-  /** Traces a curve; of the points on one pixel column the first, lowest, highest and last. */
+  /** Adds a curve to the path: the first, lowest, highest and last point of each pixel column. Returns the
+      indices of points without neighbours. */
   function trace(ctx, u, xs, ys, from, to, log) {
     const toX = projector(u, "x");
     const toY = projector(u, "y");
@@ -22,7 +23,7 @@
     let high = 0;
     let last = 0;
     let open = false;
-    const alone = [];
+    const isolated = [];
     let length = 0;
     const flush = () => {
       if (low !== high) {
@@ -35,7 +36,7 @@
       const value = ys[i];
       if (value == null || (log && value <= 0)) {
         if (open) flush();
-        if (length === 1) alone.push(i - 1);
+        if (length === 1) isolated.push(i - 1);
         open = false;
         length = 0;
         continue;
@@ -58,11 +59,11 @@
       open = true;
     }
     if (open) flush();
-    if (length === 1) alone.push(to - 1);
-    return alone;
+    if (length === 1) isolated.push(to - 1);
+    return isolated;
   }
 
-  /** `valToPos` in canvas pixels with everything that does not change taken out of the loop. */
+  /** uPlot's `valToPos` in canvas pixels, with all constants computed once. */
   function projector(u, key) {
     const { min, max, distr } = u.scales[key];
     const { left, top, width, height } = u.bbox;
@@ -74,18 +75,18 @@
       : (value) => top + height * (1 - (f(value) - low) / span);
   }
 
-  /** Draws what is shown of `lines`; `focused`, if there is one, stands out. `view`: from and to. */
-  function drawLines(u, lines, { view, log, focused, colour }) {
+  /** Draws the visible ones of `lines` within `view`, `[from, to]`; the others are faint beside `focusedLine`. */
+  function drawLines(u, lines, { view, log, focusedLine, colour }) {
     const { ctx, bbox } = u;
     const [from, to] = view;
     const ratio = devicePixelRatio;
     ctx.save();
     ctx.beginPath();
-    const edge = 3 * ratio;
-    ctx.rect(bbox.left - edge, bbox.top - edge, bbox.width + 2 * edge, bbox.height + 2 * edge);
+    const margin = 3 * ratio;
+    ctx.rect(bbox.left - margin, bbox.top - margin, bbox.width + 2 * margin, bbox.height + 2 * margin);
     ctx.clip();
     ctx.lineJoin = "round";
-    const thin = lines.length > 20 ? 1 : 1.6;
+    const lineWidth = lines.length > 20 ? 1 : 1.6;
     const draw = (xs, ys, width, alpha, dash, dots) => {
       const first = Math.max(0, lower(xs, from) - 1);
       const end = Math.min(xs.length, lower(xs, to) + 2);
@@ -93,45 +94,45 @@
       ctx.lineWidth = width * ratio;
       ctx.setLineDash(dash.map((length) => length * ratio));
       ctx.beginPath();
-      const alone = trace(ctx, u, xs, ys, first, end, log);
+      const isolated = trace(ctx, u, xs, ys, first, end, log);
       ctx.stroke();
-      const sparse = dots && end - first < bbox.width / ratio / 12;
-      drawDots(u, xs, ys, sparse ? null : alone, first, end, log);
+      const isSparse = dots && end - first < bbox.width / ratio / 12;
+      drawDots(u, xs, ys, isSparse ? null : isolated, first, end, log);
     };
     const drawLine = (line, width, alpha) => {
       ctx.strokeStyle = ctx.fillStyle = colour(line);
       if (line.band) drawBand(u, line.band, view, log, 0.17 * alpha);
-      for (const [xs, ys] of line.lost) draw(xs, ys, 1.2, 0.45 * alpha, [3, 3], false);
+      for (const [xs, ys] of line.oldPieces) draw(xs, ys, 1.2, 0.45 * alpha, [3, 3], false);
       if (line.weight) draw(line.xs, line.raw, 1, 0.28 * alpha, [], false);
       draw(line.xs, line.ys, width, alpha, line.dash, !line.weight);
     };
     for (const line of lines) {
-      if (line.shown && line !== focused) drawLine(line, thin, focused ? 0.25 : 1);
+      if (line.isVisible && line !== focusedLine) drawLine(line, lineWidth, focusedLine ? 0.25 : 1);
     }
-    if (focused) drawLine(focused, thin + 0.8, 1);
+    if (focusedLine) drawLine(focusedLine, lineWidth + 0.8, 1);
     ctx.restore();
   }
 
-  /** What is within a deviation of a mean. */
+  /** Fills the area within one deviation of a mean. */
   function drawBand(u, { xs, mean, low, high }, [from, to], log, alpha) {
     const { ctx } = u;
     const toX = projector(u, "x");
     const toY = projector(u, "y");
     ctx.globalAlpha = alpha;
     ctx.beginPath();
-    const trip = (edge, i) => {
+    const addPoint = (edge, i) => {
       const y = log && edge[i] <= 0 ? mean[i] : edge[i];
       if (!log || y > 0) ctx.lineTo(toX(xs[i]), toY(y));
     };
     const first = Math.max(0, lower(xs, from) - 1);
     const last = Math.min(xs.length, lower(xs, to) + 2) - 1;
-    for (let i = first; i <= last; i++) trip(high, i);
-    for (let i = last; i >= first; i--) trip(low, i);
+    for (let i = first; i <= last; i++) addPoint(high, i);
+    for (let i = last; i >= first; i--) addPoint(low, i);
     ctx.fill();
   }
 
-  /** Dots on some places of a curve, or on all of it. */
-  function drawDots(u, xs, ys, places, first, end, log) {
+  /** Draws dots on the curve's points of these `indices`; null: on all from `first` to `end`. */
+  function drawDots(u, xs, ys, indices, first, end, log) {
     const { ctx } = u;
     const toX = projector(u, "x");
     const toY = projector(u, "y");
@@ -142,11 +143,11 @@
       ctx.fill();
     };
     ctx.setLineDash([]);
-    if (places) places.forEach(dot);
+    if (indices) indices.forEach(dot);
     else for (let i = first; i < end; i++) dot(i);
   }
 
-  /** The name of each curve at its end, in its colour: above it, and apart from the others. */
+  /** Draws the name of each curve above its end, in its colour, without overlaps. */
   function drawEnds(u, lines, texts, { view, log, colour, paper }) {
     const { ctx, bbox } = u;
     const ratio = devicePixelRatio;
@@ -157,25 +158,26 @@
       while (last >= 0 && (line.ys[last] == null || (log && line.ys[last] <= 0))) last -= 1;
       return last < 0 || line.xs[last] < view[0] ? null : { line, text: texts[n], x: toX(line.xs[last]), y: toY(line.ys[last]) };
     }).filter(Boolean).sort((a, b) => a.y - b.y);
-    const high = 13 * ratio;
+    const rowHeight = 13 * ratio;
     ctx.save();
     ctx.font = `${11 * ratio}px system-ui, sans-serif`;
     ctx.textAlign = "right";
     ctx.textBaseline = "alphabetic";
     ctx.lineWidth = 3 * ratio;
     ctx.strokeStyle = paper;
-    let free = bbox.top + high;
+    let minY = bbox.top + rowHeight;
     ends.forEach(({ line, text, x, y }, n) => {
-      // those below need room too
-      const at = Math.min(Math.max(y - 5 * ratio, free), bbox.top + bbox.height - (ends.length - 1 - n) * high - 2 * ratio);
+      // the names below need room too
+      const maxY = bbox.top + bbox.height - (ends.length - 1 - n) * rowHeight - 2 * ratio;
+      const textY = Math.min(Math.max(y - 5 * ratio, minY), maxY);
       const right = Math.min(x, bbox.left + bbox.width) - 3 * ratio;
-      ctx.strokeText(text, right, at);
+      ctx.strokeText(text, right, textY);
       ctx.fillStyle = colour(line);
-      ctx.fillText(text, right, at);
-      free = at + high;
+      ctx.fillText(text, right, textY);
+      minY = textY + rowHeight;
     });
     ctx.restore();
   }
 
-  Object.assign(Instar, { drawEnds, drawLines, mixed });
+  Object.assign(Instar, { drawEnds, drawLines, mixColours });
 })();

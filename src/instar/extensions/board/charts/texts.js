@@ -1,4 +1,4 @@
-/* Numbers and the axes of runs as texts. */
+/* Formats numbers, dates and names of runs, and places the ticks of axes. */
 (() => {
   "use strict";
 
@@ -18,18 +18,17 @@
   ];
   const BYTES = Array.from({ length: 50 }, (_, power) => 2 ** power);
 
-  const trimmed = (text) => (text.includes(".") ? text.replace(/\.?0+$/, "") : text);
+  const trimZeros = (text) => (text.includes(".") ? text.replace(/\.?0+$/, "") : text);
 
-  function scaled(value, base, units, figures) {
+  function withUnit(value, base, units) {
     let size = Math.abs(value);
     let unit = 0;
     while (size >= base * 0.9995 && unit < units.length - 1) {
       size /= base;
       unit += 1;
     }
-    const digits = size >= 100 ? 0 : size >= 10 ? 1 : 2;
-    const shown = trimmed(size.toFixed(Math.min(digits, figures)));
-    return (value < 0 ? "−" : "") + shown + units[unit];
+    const decimals = size >= 100 ? 0 : size >= 10 ? 1 : 2;
+    return (value < 0 ? "−" : "") + trimZeros(size.toFixed(decimals)) + units[unit];
   }
 
   const exponential = (value, digits) =>
@@ -37,50 +36,51 @@
 
   const si = (value) => {
     if (value !== 0 && Math.abs(value) < 0.01) return exponential(value, 1);
-    if (Math.abs(value) < 10 && !Number.isInteger(value)) return trimmed(value.toPrecision(3));
-    return scaled(value, 1000, ["", "k", "M", "B", "T", "P", "E"], 2);
+    if (Math.abs(value) < 10 && !Number.isInteger(value)) return trimZeros(value.toPrecision(3));
+    return withUnit(value, 1000, ["", "k", "M", "B", "T", "P", "E"]);
   };
 
-  const bytes = (value) => scaled(value, 1024, [" B", " KiB", " MiB", " GiB", " TiB"], 2);
+  const bytes = (value) => withUnit(value, 1024, [" B", " KiB", " MiB", " GiB", " TiB"]);
 
   function duration(seconds) {
-    if (seconds < 60) return `${trimmed(seconds.toFixed(seconds < 1 ? 3 : 1))} s`;
+    if (seconds < 60) return `${trimZeros(seconds.toFixed(seconds < 1 ? 3 : 1))} s`;
     const parts = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
     const first = parts.findIndex(([length]) => seconds >= length);
     const [length, unit] = parts[first];
-    const whole = Math.floor(seconds / length);
-    const rest = parts[first + 1] && Math.floor((seconds - whole * length) / parts[first + 1][0]);
-    return `${whole} ${unit}${rest ? ` ${rest} ${parts[first + 1][1]}` : ""}`;
+    const count = Math.floor(seconds / length);
+    const [nextLength, nextUnit] = parts[first + 1] || [Infinity];
+    const nextCount = Math.floor((seconds - count * length) / nextLength);
+    return `${count} ${unit}${nextCount ? ` ${nextCount} ${nextUnit}` : ""}`;
   }
 
   const flops = (value) => (value < 1e6 ? si(value) : exponential(value, 2));
 
-  const two = (number) => String(number).padStart(2, "0");
-  const day = (at) => `${at.getFullYear()}-${two(at.getMonth() + 1)}-${two(at.getDate())}`;
-  const minute = (at) => `${two(at.getHours())}:${two(at.getMinutes())}`;
+  const twoDigits = (number) => String(number).padStart(2, "0");
+  const dayText = (date) => `${date.getFullYear()}-${twoDigits(date.getMonth() + 1)}-${twoDigits(date.getDate())}`;
+  const minuteText = (date) => `${twoDigits(date.getHours())}:${twoDigits(date.getMinutes())}`;
 
-  /** Local time as `2026-11-21 22:35:07`, whatever the language of the browser. */
+  /** Local time as `2026-11-21 22:35:07`, independent of the browser's language. */
   function dateText(seconds) {
-    const at = new Date(seconds * 1000);
-    return `${day(at)} ${minute(at)}:${two(at.getSeconds())}`;
+    const date = new Date(seconds * 1000);
+    return `${dayText(date)} ${minuteText(date)}:${twoDigits(date.getSeconds())}`;
   }
 
-  /** Ticks of an axis of dates: the time of day, with the date under the first of each day. */
-  function dateTicks(places) {
-    let before = "";
-    const apart = places[1] - places[0];
-    return places.map((place) => {
-      const at = new Date(place * 1000);
-      const date = day(at);
-      if (apart >= 86400) return date;
-      const time = apart < 60 ? dateText(place).slice(11) : minute(at);
-      const text = date === before ? time : `${time}\n${date}`;
-      before = date;
+  /** Labels of the ticks of a date axis: the time of day, with the date below the first of each day. */
+  function dateTicks(ticks) {
+    let previousDay = "";
+    const spacing = ticks[1] - ticks[0];
+    return ticks.map((seconds) => {
+      const date = new Date(seconds * 1000);
+      const day = dayText(date);
+      if (spacing >= 86400) return day;
+      const time = spacing < 60 ? dateText(seconds).slice(11) : minuteText(date);
+      const text = day === previousDay ? time : `${time}\n${day}`;
+      previousDay = day;
       return text;
     });
   }
 
-  /** What is measured, in words; other metrics have the names that they were recorded with. */
+  /** Titles of metrics; other metrics are shown under their recorded names. */
   const METRIC_NAMES = {
     lr: "Learning rate",
     grad_norm: "Gradient norm, before clipping",
@@ -105,55 +105,55 @@
     if (axis === "wall_s" || axis === "active_s") return duration(value);
     if (axis === "time") return dateText(value);
     if (axis === "flops") return flops(value);
-    if (axis === "epoch") return trimmed(value.toPrecision(4));
+    if (axis === "epoch") return trimZeros(value.toPrecision(4));
     return exact ? Math.round(value).toLocaleString("en") : si(value);
   };
 
   const valueText = (metric, value, exact) => {
     if (value == null) return "–";
     if (metric.endsWith("_bytes")) return bytes(value);
-    if (SHARES.includes(metric.split("/")[0])) return `${trimmed((100 * value).toPrecision(3))}%`;
+    if (SHARES.includes(metric.split("/")[0])) return `${trimZeros((100 * value).toPrecision(3))}%`;
     const unit = UNITS.find(([ending]) => ending.test(metric));
-    if (unit) return `${trimmed(value.toPrecision(3))}${unit[1]}`;
+    if (unit) return `${trimZeros(value.toPrecision(3))}${unit[1]}`;
     const size = Math.abs(value);
     if (size !== 0 && (size < 1e-3 || size >= 1e9)) return exponential(value, 2);
     if (size >= 1e4) return si(value);
-    return exact ? value.toPrecision(4) : trimmed(value.toPrecision(4));
+    return exact ? value.toPrecision(4) : trimZeros(value.toPrecision(4));
   };
 
-  /** Places for a logarithmic axis: whole decades, or more of them where these are too few. */
+  /** Ticks of a logarithmic axis: powers of ten, subdivided or evenly spaced over short ranges. */
   function logTicks(low, high) {
     const decades = Math.log10(high / low);
-    const parts = decades > 4 ? [1] : decades > 1.5 ? [1, 2, 5] : [1, 2, 3, 4, 5, 6, 7, 8, 9];
-    const found = [];
+    const digits = decades > 4 ? [1] : decades > 1.5 ? [1, 2, 5] : [1, 2, 3, 4, 5, 6, 7, 8, 9];
+    const ticks = [];
     for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++) {
-      for (const part of parts) {
-        const tick = Number(`${part}e${power}`);
-        if (tick >= low && tick <= high) found.push(tick);
+      for (const digit of digits) {
+        const tick = Number(`${digit}e${power}`);
+        if (tick >= low && tick <= high) ticks.push(tick);
       }
     }
-    if (found.length > 2) return found.length > 12 ? found.filter((_, i) => i % 2 === 0) : found;
+    if (ticks.length > 2) return ticks.length > 12 ? ticks.filter((_, i) => i % 2 === 0) : ticks;
     const step = 10 ** Math.floor(Math.log10((high - low) / 2));
     const steps = Math.floor(high / step) - Math.ceil(low / step);
-    const wide = steps > 8 ? step * 5 : steps > 4 ? step * 2 : step;
-    const even = [];
-    for (let i = Math.ceil(low / wide); i * wide <= high; i++) even.push(Number((i * wide).toPrecision(12)));
-    return even;
+    const spacing = steps > 8 ? step * 5 : steps > 4 ? step * 2 : step;
+    const evenTicks = [];
+    for (let i = Math.ceil(low / spacing); i * spacing <= high; i++) evenTicks.push(Number((i * spacing).toPrecision(12)));
+    return evenTicks;
   }
 
-  /** Names without the words that all of them begin with, the middle of long ones left out; in full if
-      two would become equal. In 1e-3 no word ends. */
-  function shortNames(names, most = 32) {
+  /** Names without the words that all of them start with, long ones abbreviated in the middle; unchanged
+      if two would become equal. The "-" of 1e-3 does not end a word. */
+  function shortNames(names, maxLength = 32) {
     const [first = ""] = names;
     let shared = names.length > 1 ? first.length : 0;
     for (const name of names) while (!name.startsWith(first.slice(0, shared))) shared -= 1;
     const words = [...first.slice(0, shared).matchAll(/(?<!\d[eE])[-_/ ]/g)];
-    const begins = [0, ...words.map((word) => word.index + 1)];
-    // a number alone names nothing
-    if (names.some((name) => /^\d*( |$)/.test(name.slice(begins.at(-1))))) begins.pop();
-    const begin = begins.at(-1) ?? 0;
-    const short = names.map((name) => name.slice(begin) || name).map((name) =>
-      name.length <= most ? name : `${name.slice(0, most / 2 - 1)}…${name.slice(-most / 2)}`);
+    const starts = [0, ...words.map((word) => word.index + 1)];
+    // a number alone is not a name
+    if (names.some((name) => /^\d*( |$)/.test(name.slice(starts.at(-1))))) starts.pop();
+    const start = starts.at(-1) ?? 0;
+    const short = names.map((name) => name.slice(start) || name).map((name) =>
+      name.length <= maxLength ? name : `${name.slice(0, maxLength / 2 - 1)}…${name.slice(-maxLength / 2)}`);
     return new Set(short).size === new Set(names).size ? short : names;
   }
 

@@ -1,34 +1,33 @@
-/* The page over a server: what is chosen is shown, and what comes by the stream is added. */
+/* The dashboard: shows the selected runs, and updates them from the stream. */
 "use strict";
 
 const VIEWS = { curves: CurvesView, overview: OverviewView, stages: StagesView, events: EventsView, system: SystemView, logs: LogsView };
-const LINKS = { waiting: "connecting", live: "live", lost: "no connection" };
-const SETTLE_MS = 400;
-const MOST_CHOSEN = 11;
+const LINK_TEXTS = { waiting: "connecting", live: "live", lost: "no connection" };
+const DEFER_MS = 400;
+const MAX_SELECTED = 11;
 
 class App {
   constructor() {
     this.runs = new Runs();
     this.selection = new RunSelection();
     this.list = new List(this.runs, this.selection);
-    this.stream = new Stream(() => this.#where(), (name, data) => this.#hear(name, data));
+    this.stream = new Stream(() => this.#streamRequest(), (name, data) => this.#onMessage(name, data));
     this.timers = new Map();
     this.shapes = new Map();
-    this.#tabs();
+    this.#makeTabs();
     makeThemeButton();
     preparePrint(() => this.view?.fit?.());
-    this.#drawer();
-    this.runs.told.addEventListener("list", () => this.#listed());
-    this.runs.told.addEventListener("curves", () => this.#soon());
-    this.runs.told.addEventListener("points", ({ detail }) => this.#grown(detail));
-    this.runs.told.addEventListener("happened", ({ detail }) => this.#happened(detail));
-    this.selection.told.addEventListener("change", () => this.draw());
-    state.told.addEventListener("anew", () => {
-      this.selection.read();
-      this.list.draw();
+    this.#makeDrawer();
+    this.runs.addEventListener("rows", () => this.#onRows());
+    this.runs.addEventListener("curves", () => this.#requestUpdate());
+    this.runs.addEventListener("points", ({ detail }) => this.#onPoints(detail));
+    this.runs.addEventListener("events", ({ detail }) => this.#onEvents(detail));
+    this.selection.addEventListener("change", () => this.draw());
+    state.addEventListener("navigate", () => {
+      this.selection.readState();
       this.draw();
     });
-    this.stream.told.addEventListener("state", ({ detail }) => this.#linked(detail));
+    this.stream.addEventListener("state", ({ detail }) => this.#setLink(detail));
   }
 
   async start() {
@@ -37,8 +36,8 @@ class App {
         await this.runs.load();
         break;
       } catch {
-        this.#linked("lost");
-        await new Promise((done) => setTimeout(done, 1500));
+        this.#setLink("lost");
+        await new Promise((resolve) => setTimeout(resolve, RECONNECT_MS));
       }
     }
     byId("folder").textContent = this.runs.folder;
@@ -46,10 +45,10 @@ class App {
     this.stream.open();
   }
 
-  /** The runs as charts take them; a place that is free now keeps its colour. */
-  drawn() {
-    return this.selection.places.map((key) => {
-      const run = key === null ? null : this.runs.shown.get(key);
+  /** The selected runs as charts take them; a free slot is an empty run, so that the others keep their colours. */
+  chartRuns() {
+    return this.selection.slots.map((key) => {
+      const run = this.runs.chartRuns.get(key);
       if (!run) return { id: "", name: "", series: {}, marks: [], names: [] };
       const row = this.runs.rows.get(key);
       if (row) run.name = labelOf(row);
@@ -61,10 +60,10 @@ class App {
     return this.selection.groups;
   }
 
-  /** The colours of the lists, as those of the curves are now. */
+  /** Updates the colours of the lists to those of the curves. */
   recolour() {
     this.list.draw();
-    this.#chosen();
+    this.#drawSelected();
   }
 
   setMetrics(metrics) {
@@ -73,17 +72,16 @@ class App {
     this.load();
   }
 
-  /** Everything anew: other runs, or another view. */
+  /** Draws everything again, with a new view. */
   draw() {
-    this.#latest();
-    this.list.draw();
-    this.#chosen();
-    this.#figures();
+    this.#selectLatest();
+    this.recolour();
+    this.#drawFigures();
     const { tab } = state;
     for (const button of byId("tabs").children) {
-      const on = button.dataset.tab === tab;
-      button.setAttribute("aria-selected", String(on));
-      button.tabIndex = on ? 0 : -1;
+      const isSelected = button.dataset.tab === tab;
+      button.setAttribute("aria-selected", String(isSelected));
+      button.tabIndex = isSelected ? 0 : -1;
     }
     this.view?.destroy();
     const view = byId("view");
@@ -95,272 +93,275 @@ class App {
     drawFleets(this.fleets || []);
     if (fleet) {
       this.view = new FleetView(view, this);
-      this.follow();
+      this.openStream();
       return;
     }
     const { keys } = this.selection;
-    const gone = keys.filter((key) => !this.runs.rows.has(key));
-    const empty = gone.length === keys.length;
-    document.body.classList.toggle("nothing", empty);
-    if (empty) view.append(this.#nothing(gone));
+    const missingKeys = keys.filter((key) => !this.runs.rows.has(key));
+    const isEmpty = missingKeys.length === keys.length;
+    document.body.classList.toggle("nothing", isEmpty);
+    if (isEmpty) view.append(this.#emptyView(missingKeys));
     else this.view = tab === "curves" ? new CurvesView(view, this) : new (VIEWS[tab] || SectionsView)(view, this, tab);
     this.load();
   }
 
-  /** Instead of a view: what to do without runs, and what has become of those of a bookmark. */
-  #nothing(gone) {
-    if (gone.length) {
-      const all = el("a", { href: "#", textContent: "Show the runs that are there" });
-      const names = gone.slice(0, 5).join(", ") + (gone.length > 5 ? ` and ${gone.length - 5} more` : "");
-      const made = emptyState(`${names}: not in this folder. ${gone.length > 1 ? "They were" : "It was"} moved, renamed or deleted since this address was kept.`);
-      made.append(this.runs.rows.size ? all : "");
-      return made;
+  /** What is shown in place of a view: why the selected runs are missing, or how to start a run. */
+  #emptyView(missingKeys) {
+    if (missingKeys.length) {
+      const names = missingKeys.slice(0, 5).join(", ") + (missingKeys.length > 5 ? ` and ${missingKeys.length - 5} more` : "");
+      const message = emptyState(`${names}: not in this folder. ${missingKeys.length > 1 ? "They were" : "It was"} moved, renamed or deleted since this address was kept.`);
+      if (this.runs.rows.size) message.append(el("a", { href: "#", textContent: "Show the runs that are there" }));
+      return message;
     }
     if (this.runs.rows.size) return emptyState("Choose a run. All of them are archived.");
     return emptyState("No run yet. The first one is shown here as soon as it starts.", "instar demo", "instar init gpt && instar train gpt.yaml");
   }
 
-  /** Without a choice, the latest run is shown. */
-  #latest() {
+  /** Selects the latest run if none is selected. */
+  #selectLatest() {
     if (this.selection.keys.length) return;
     const rows = [...this.runs.rows.values()].filter((row) => !row.archived).sort((a, b) => (b.started || 0) - (a.started || 0) || (b.seen || 0) - (a.seen || 0));
-    // a run that awaits its start has nothing to show yet
-    const first = rows.find((row) => row.seen !== null) || rows[0];
-    this.selection.places = first ? [first.key] : [];
+    // runs that have not started have nothing to show
+    const latest = rows.find((row) => row.seen !== null) || rows[0];
+    this.selection.slots = latest ? [latest.key] : [];
   }
 
   async load() {
     if (state.values.fleet) {
-      this.follow();
+      this.openStream();
       return;
     }
     const metrics = this.view?.metrics || state.list("metrics");
-    const loading = this.runs.show(this.selection.keys, metrics);
-    this.#soon();
-    this.#group().catch(() => this.#settle("load", () => this.load()));
+    const loading = this.runs.loadCurves(this.selection.keys, metrics);
+    this.#requestUpdate();
+    this.#loadGroups().catch(() => this.#loadLater());
     try {
       await loading;
     } catch {
-      this.#settle("load", () => this.load());
+      this.#loadLater();
       return;
     }
-    this.follow();
-    const { keys, first } = this.selection;
-    if (keys.length === 1 && this.runs.rows.has(first)) await this.#shape(first);
+    this.openStream();
+    const { keys, detailKey } = this.selection;
+    if (keys.length === 1 && this.runs.rows.has(detailKey)) await this.#loadShape(detailKey);
   }
 
-  /** Which of the shown runs differ only in the seed or the fold. */
-  async #group() {
+  #loadLater() {
+    this.#defer("load", () => this.load());
+  }
+
+  /** Loads which of the selected runs differ only in the seed or the fold. */
+  async #loadGroups() {
     const { keys } = this.selection;
-    const asked = JSON.stringify(keys);
-    if (asked === this.grouped) return;
-    const { groups } = keys.length > 1 ? await ask("/api/groups", keys.map((key) => ["run", key])) : { groups: [] };
-    if (asked !== JSON.stringify(this.selection.keys)) return;
-    this.grouped = asked;
+    const keysJson = JSON.stringify(keys);
+    if (keysJson === this.groupedKeysJson) return;
+    const { groups } = keys.length > 1 ? await fetchJson("/api/groups", keys.map((key) => ["run", key])) : { groups: [] };
+    if (keysJson !== JSON.stringify(this.selection.keys)) return;
+    this.groupedKeysJson = keysJson;
     this.selection.groups = groups;
     this.recolour();
-    this.#soon();
+    this.#requestUpdate();
   }
 
-  /** What the model of a run has grown to. */
-  async #shape(key) {
+  /** Loads the current architecture of a run's model. */
+  async #loadShape(key) {
     try {
-      const { shape } = await ask(about(key, "stages"));
+      const { shape } = await fetchJson(runPath(key, "stages"));
       if (shape) this.shapes.set(key, shape);
     } catch {
       this.shapes.delete(key);
     }
-    this.#figures();
+    this.#drawFigures();
   }
 
-  /** Has the stream tell of what is shown now. */
-  follow() {
+  /** Opens the stream for what is shown now, unless it is open already. */
+  openStream() {
     this.stream.open();
   }
 
-  #where() {
-    const runs = [...this.runs.shown.values()].filter((run) => run.loaded && run.offset != null);
-    const metrics = new Set(runs.flatMap((run) => [...run.asked]));
-    const log = this.view?.place;
+  #streamRequest() {
+    const runs = [...this.runs.chartRuns.values()].filter((run) => run.isLoaded && run.offset != null);
+    const metrics = new Set(runs.flatMap((run) => [...run.requestedMetrics]));
+    const { logPosition, logName, fleetLogPosition } = this.view || {};
     const { fleet } = state.values;
-    const shown = JSON.stringify([runs.map((run) => run.id), [...metrics].sort(), log?.log, fleet, this.view?.log]);
+    const subject = JSON.stringify([runs.map((run) => run.id), [...metrics].sort(), logPosition?.log, fleet, logName]);
     const query = () => {
-      const asked = new URLSearchParams({ seen: this.runs.seen });
+      const parameters = new URLSearchParams({ seen: this.runs.version });
       for (const run of runs) {
-        asked.append("run", `${run.id}:${run.offset}`);
-        run.held = false;
+        parameters.append("run", `${run.id}:${run.offset}`);
+        run.needsStream = false;
       }
-      for (const metric of metrics) asked.append("metric", metric);
-      if (log) asked.append("log", `${log.log}:${log.offset}`);
-      if (fleet) asked.append("fleet", fleet);
-      if (this.view?.followed) asked.append("fleet_log", this.view.followed);
-      return asked;
+      for (const metric of metrics) parameters.append("metric", metric);
+      if (logPosition) parameters.append("log", `${logPosition.log}:${logPosition.offset}`);
+      if (fleet) parameters.append("fleet", fleet);
+      if (fleetLogPosition) parameters.append("fleet_log", fleetLogPosition);
+      return parameters;
     };
-    return { about: shown, behind: runs.some((run) => run.held), query };
+    return { subject, isBehind: runs.some((run) => run.needsStream), query };
   }
 
-  #hear(name, data) {
-    if (name === "runs") this.runs.take(data);
-    else if (name === "news") this.runs.grow(data);
-    else if (name === "anew") this.#again(data.key);
+  #onMessage(name, data) {
+    if (name === "runs") this.runs.updateRows(data);
+    else if (name === "news") this.runs.update(data);
+    else if (name === "anew") this.#reloadRun(data.key);
     else if (name === "fleets") drawFleets((this.fleets = data.rows));
-    else if (name === "fleet") this.view?.fleet?.(data);
-    else this.view?.hear?.(data);
+    else if (name === "fleet") this.view?.updateFleet?.(data);
+    else this.view?.appendLog?.(data);
   }
 
-  async #again(key) {
+  async #reloadRun(key) {
     try {
-      await this.runs.again(key);
+      await this.runs.reload(key);
     } catch {
-      this.#settle("load", () => this.load());
+      this.#loadLater();
       return;
     }
-    this.follow();
-    this.#happened({ key, placed: true, operated: true });
+    this.openStream();
+    this.#onEvents({ key, hasMarks: true, hasOperation: true });
   }
 
-  #listed() {
+  #onRows() {
     if (!this.view) {
-      if (this.started) this.draw();
-      this.started = true;
+      // the first rows are drawn by start()
+      if (this.hasRows) this.draw();
+      this.hasRows = true;
       return;
     }
-    this.list.draw();
-    this.#chosen();
-    this.#figures();
+    this.recolour();
+    this.#drawFigures();
   }
 
-  #grown({ key, grown }) {
-    this.view?.points?.(key, grown);
-    if (key === this.selection.first) this.#figures();
+  #onPoints({ key, series }) {
+    this.view?.appendPoints?.(key, series);
+    if (key === this.selection.detailKey) this.#drawFigures();
   }
 
-  #happened({ key, placed, operated }) {
-    this.#settle(`view ${key}`, () => this.view?.happened?.(key));
-    if (!placed) this.#settle(`marks ${key}`, () => this.runs.marksAgain(key).catch(() => {}));
-    if (operated && this.selection.keys.length === 1) this.#settle(`shape ${key}`, () => this.#shape(key));
+  #onEvents({ key, hasMarks, hasOperation }) {
+    this.#defer(`view ${key}`, () => this.view?.onEvents?.(key));
+    if (!hasMarks) this.#defer(`marks ${key}`, () => this.runs.reloadMarks(key).catch(() => {}));
+    if (hasOperation && this.selection.keys.length === 1) this.#defer(`shape ${key}`, () => this.#loadShape(key));
   }
 
-  /** Does what is asked for again and again once, a little later. */
-  #settle(name, act) {
+  /** Calls `action` after a delay; further calls of the same name until then are dropped. */
+  #defer(name, action) {
     if (this.timers.has(name)) return;
     this.timers.set(name, setTimeout(() => {
       this.timers.delete(name);
-      act();
-    }, SETTLE_MS));
+      action();
+    }, DEFER_MS));
   }
 
-  #soon() {
+  #requestUpdate() {
     if (this.frame) return;
     this.frame = requestAnimationFrame(() => {
       this.frame = 0;
-      this.view?.curves?.();
-      this.#figures();
+      this.view?.updateCurves?.();
+      this.#drawFigures();
     });
   }
 
-  /** The error of a crashed run, above its views. */
-  async #failure() {
-    const { keys, first } = this.selection;
-    const row = keys.length === 1 && !state.values.fleet ? this.runs.rows.get(first) : null;
-    const asked = row?.state === "crashed" ? `${row.key} ${row.reason}` : "";
-    if (asked === this.failed) return;
-    this.failed = asked;
+  /** Draws the error of a crashed run above its views. */
+  async #drawFailure() {
+    const { keys, detailKey } = this.selection;
+    const row = keys.length === 1 && !state.values.fleet ? this.runs.rows.get(detailKey) : null;
+    const failure = row?.state === "crashed" ? `${row.key} ${row.reason}` : "";
+    if (failure === this.failure) return;
+    this.failure = failure;
     const box = byId("failure");
-    box.hidden = !asked;
+    box.hidden = !failure;
     box.replaceChildren();
-    if (!asked) return;
+    if (!failure) return;
     try {
-      const { sections } = await ask(about(first, "failure"));
-      if (asked !== this.failed) return;
+      const { sections } = await fetchJson(runPath(detailKey, "failure"));
+      if (failure !== this.failure) return;
       drawSections(box, sections);
       box.hidden = !sections.length;
     } catch {
-      this.failed = null;
+      this.failure = null;
     }
   }
 
-  #chosen() {
-    this.#failure();
-    const several = this.selection.keys.length > 1;
-    const labels = this.selection.keys.map((key) => (this.runs.rows.has(key) ? labelOf(this.runs.rows.get(key)) : key));
-    const short = several ? InstarChart.shortNames(labels, 40) : labels;
-    const items = this.selection.keys.map((key, number) => {
+  /** Draws the list of selected runs, the note and the document's title. */
+  #drawSelected() {
+    this.#drawFailure();
+    const { keys, detailKey } = this.selection;
+    const isSingle = keys.length < 2;
+    const labels = keys.map((key) => (this.runs.rows.has(key) ? labelOf(this.runs.rows.get(key)) : key));
+    const shortLabels = isSingle ? labels : InstarChart.shortNames(labels, 40);
+    const items = keys.map((key, i) => {
       const row = this.runs.rows.get(key);
-      const remove = el("button", { type: "button", className: "plain", textContent: "×", attrs: { "aria-label": `Hide ${labels[number]}` } });
+      const remove = el("button", { type: "button", className: "plain", textContent: "×", attrs: { "aria-label": `Hide ${labels[i]}` } });
       remove.addEventListener("click", () => this.selection.toggle(key));
       const item = el("li", {},
         el("span", { className: "swatch" }),
-        el("span", { className: "name", textContent: short[number], title: labels[number] }),
-        row ? badgeOf(row.state, inState(row)) : badgeOf("gone", "not here"),
+        el("span", { className: "name", textContent: shortLabels[i], title: labels[i] }),
+        row ? badgeOf(row.state, stateText(row)) : badgeOf("gone", "not here"),
         row?.reason && row.state !== "crashed" ? el("span", { className: "faint reason", textContent: row.reason }) : null,
-        several ? remove : null);
+        isSingle ? null : remove);
       item.style.setProperty("--swatch", this.selection.colour(key));
       return item;
     });
-    const more = items.length - MOST_CHOSEN;
-    if (more > 1 && !this.unfolded) {
-      const button = el("button", { type: "button", className: "plain", textContent: `and ${whole(more)} more` });
+    const hiddenCount = items.length - MAX_SELECTED;
+    if (hiddenCount > 1 && !this.isExpanded) {
+      const button = el("button", { type: "button", className: "plain", textContent: `and ${formatCount(hiddenCount)} more` });
       button.addEventListener("click", () => {
-        this.unfolded = true;
-        this.#chosen();
+        this.isExpanded = true;
+        this.#drawSelected();
       });
-      items.splice(MOST_CHOSEN, more, el("li", {}, button));
+      items.splice(MAX_SELECTED, hiddenCount, el("li", {}, button));
     }
-    byId("chosen").classList.toggle("unfolded", Boolean(this.unfolded));
+    byId("chosen").classList.toggle("unfolded", Boolean(this.isExpanded));
     byId("chosen").replaceChildren(...items);
-    this.#note();
-    const row = this.runs.rows.get(this.selection.first);
-    const of = several ? `${this.selection.keys.length} runs` : row && labelOf(row);
-    document.title = [state.values.fleet || of, "Instar"].filter(Boolean).join(" – ");
+    const row = this.runs.rows.get(detailKey);
+    this.#drawNote(isSingle && row ? row : {});
+    const title = isSingle ? row && labelOf(row) : `${keys.length} runs`;
+    document.title = [state.values.fleet || title, "Instar"].filter(Boolean).join(" – ");
   }
 
-  /** The tags and the note of the one run that is shown. */
-  #note() {
-    const { keys, first } = this.selection;
-    const { tags = [], note = "" } = (keys.length === 1 && this.runs.rows.get(first)) || {};
+  #drawNote({ tags = [], note = "" }) {
     const box = byId("note");
     box.hidden = !tags.length && !note;
     box.replaceChildren(...tags.map((tag) => el("span", { className: "tag", textContent: tag })), note);
   }
 
-  #figures() {
-    const key = this.selection.first;
+  /** Draws the key figures of a single run. */
+  #drawFigures() {
+    const key = this.selection.detailKey;
     const row = this.runs.rows.get(key);
     const box = byId("figures");
     box.hidden = !row || row.step == null || this.selection.keys.length > 1;
     if (box.hidden) return;
-    const { series = {} } = this.runs.shown.get(key) || {};
-    const far = Object.values(series).reduce((a, b) => ((b.x.step?.at(-1) ?? -1) > (a?.x.step?.at(-1) ?? -1) ? b : a), null);
-    const at = (axis) => far?.x[axis]?.at(-1);
+    const { series = {} } = this.runs.chartRuns.get(key) || {};
+    const longest = Object.values(series).reduce((a, b) => ((b.x.step?.at(-1) ?? -1) > (a?.x.step?.at(-1) ?? -1) ? b : a), null);
+    const end = (axis) => longest?.x[axis]?.at(-1);
     const unit = row.unit || "token";
     const shape = this.shapes.get(key) || {};
-    const facts = [
-      ["Step", whole(at("step") > row.step ? at("step") : row.step)],
-      ["Loss", figure("loss", series.loss?.value.at(-1) ?? row.loss)],
-      [`Best ${bestMetric(row)}`, figure("loss", row.best)],
-      [`${unit[0].toUpperCase()}${unit.slice(1)}s`, onAxis("tokens", at("tokens"))],
-      ["FLOPs", onAxis("flops", at("flops"))],
-      ["Active time", onAxis("active_s", at("active_s"))],
+    const figures = [
+      ["Step", formatCount(end("step") > row.step ? end("step") : row.step)],
+      ["Loss", formatValue("loss", series.loss?.value.at(-1) ?? row.loss)],
+      [`Best ${bestMetric(row)}`, formatValue("loss", row.best)],
+      [`${unit[0].toUpperCase()}${unit.slice(1)}s`, formatAxisValue("tokens", end("tokens"))],
+      ["FLOPs", formatAxisValue("flops", end("flops"))],
+      ["Active time", formatAxisValue("active_s", end("active_s"))],
       ["Model", shape.model || row.model || "–"],
-      ["Parameters", shape.parameters ? onAxis("tokens", shape.parameters) : "–"],
+      ["Parameters", shape.parameters ? formatAxisValue("tokens", shape.parameters) : "–"],
     ];
-    const text = JSON.stringify(facts);
-    if (text === this.told) return;
-    this.told = text;
-    box.replaceChildren(...facts.map(([name, value]) => el("div", {}, el("dt", { textContent: name }), el("dd", { textContent: value }))));
+    const figuresJson = JSON.stringify(figures);
+    if (figuresJson === this.figuresJson) return;
+    this.figuresJson = figuresJson;
+    box.replaceChildren(...figures.map(([name, value]) => el("div", {}, el("dt", { textContent: name }), el("dd", { textContent: value }))));
   }
 
-  #linked(link) {
+  #setLink(link) {
     const sign = byId("link");
     sign.dataset.state = link;
-    sign.textContent = LINKS[link];
+    sign.textContent = LINK_TEXTS[link];
     byId("lost").hidden = link !== "lost";
-    if (link === "live" && this.lost) this.load();
-    this.lost = link === "lost";
+    if (link === "live" && this.link === "lost") this.load();
+    this.link = link;
   }
 
-  #tabs() {
+  #makeTabs() {
     const tabs = byId("tabs");
     for (const tab of TABS) {
       const button = el("button", { type: "button", id: `tab-${tab}`, textContent: tab[0].toUpperCase() + tab.slice(1), data: { tab }, attrs: { role: "tab", "aria-controls": "view" } });
@@ -380,19 +381,19 @@ class App {
     });
   }
 
-  /** On a narrow screen the list is folded away. */
-  #drawer() {
+  /** Sets up the button that opens the list on a narrow screen. */
+  #makeDrawer() {
     const button = byId("show-list");
-    const set = (open) => {
-      document.body.classList.toggle("listing", open);
-      button.setAttribute("aria-expanded", String(open));
+    const setOpen = (isOpen) => {
+      document.body.classList.toggle("listing", isOpen);
+      button.setAttribute("aria-expanded", String(isOpen));
     };
-    button.addEventListener("click", () => set(!document.body.classList.contains("listing")));
+    button.addEventListener("click", () => setOpen(!document.body.classList.contains("listing")));
     byId("runs").addEventListener("click", (event) => {
-      if (event.target.closest("button.run")) set(false);
+      if (event.target.closest("button.run")) setOpen(false);
     });
     addEventListener("keydown", (event) => {
-      if (event.key === "Escape") set(false);
+      if (event.key === "Escape") setOpen(false);
     });
   }
 }

@@ -1,9 +1,9 @@
-/* What is told of one run: sections about it, what happened, its machine, its logs. */
+/* The views of a single run: sections, events, system and logs. */
 "use strict";
 
 const SYSTEM = ["tokens_per_s", "memory_bytes", "mfu", "data_wait"];
-const OF_THE_MACHINE = /^(gpu|cpu|disk|power|network|system)[_/]/;
-const LINES = 4000;
+const MACHINE_METRIC = /^(gpu|cpu|disk|power|network|system)[_/]/;
+const MAX_LINES = 4000;
 
 const EMPTY = {
   stages: "The run has not started yet.",
@@ -16,29 +16,29 @@ const SIGNS = {
   warning: "!", skip: "∅", run_finished: "●", new_gradients: "∇", analysis: "◇",
 };
 
-/** A view of one of the shown runs: its name, or a choice where several are shown. */
+/** A view of one of the selected runs, with a choice if there are several; subclasses render the response. */
 class Detail {
-  constructor(parent, app, what) {
+  constructor(parent, app, part) {
     this.app = app;
-    this.what = what;
+    this.part = part;
     this.bar = el("div", { className: "tools" });
     this.body = el("div", { className: "detail" });
     parent.append(this.bar, this.body);
-    this.#choose();
-    this.key = app.selection.first;
+    this.#makeRunChoice();
+    this.key = app.selection.detailKey;
     this.body.append(el("p", { className: "none faint reading", textContent: "reading" }));
     this.load();
   }
 
-  #choose() {
-    const { keys, first } = this.app.selection;
+  #makeRunChoice() {
+    const { keys, detailKey } = this.app.selection;
     if (keys.length < 2) return;
     const choice = el("select", { attrs: { "aria-label": "Run" } });
     for (const key of keys) {
       const row = this.app.runs.rows.get(key);
       choice.append(el("option", { value: key, textContent: row ? labelOf(row) : key }));
     }
-    choice.value = first;
+    choice.value = detailKey;
     choice.addEventListener("change", () => {
       state.set({ of: choice.value });
       this.app.draw();
@@ -46,56 +46,59 @@ class Detail {
     this.bar.append(el("label", {}, "Run", choice));
   }
 
-  /** Asks, and draws the answer unless another one was asked for meanwhile. */
+  /** Loads and renders the data, unless the view is destroyed meanwhile. */
   async load() {
-    if (!this.key) return;
+    if (this.key) await this.loadFrom(runPath(this.key, this.part));
+  }
+
+  async loadFrom(path, parameters) {
     try {
-      const answer = await ask(about(this.key, this.what));
-      if (!this.over) this.fill(answer);
+      const response = await fetchJson(path, parameters);
+      if (!this.isDestroyed) await this.render(response);
     } catch (error) {
-      if (!this.over) this.say(error.message);
+      if (!this.isDestroyed) this.showMessage(error.message);
     }
   }
 
-  say(text) {
+  showMessage(text) {
     this.body.replaceChildren(el("p", { className: "none faint", textContent: text }));
   }
 
-  happened(key) {
+  onEvents(key) {
     if (key === this.key) this.load();
   }
 
   destroy() {
-    this.over = true;
+    this.isDestroyed = true;
   }
 }
 
 class SectionsView extends Detail {
-  fill({ sections }) {
+  render({ sections }) {
     if (!sections.length) {
-      const text = EMPTY[this.what] || "Nothing is recorded yet.";
-      const test = `instar test ${quoted(`${this.app.runs.folder}/${this.key}`)}`;
-      this.body.replaceChildren(emptyState(text, ...(this.what === "results" ? [test] : [])));
+      const text = EMPTY[this.part] || "Nothing is recorded yet.";
+      const test = `instar test ${shellQuote(`${this.app.runs.folder}/${this.key}`)}`;
+      this.body.replaceChildren(emptyState(text, ...(this.part === "results" ? [test] : [])));
       return;
     }
-    const open = [...this.body.querySelectorAll("details[open] summary")].map((one) => one.textContent);
+    const openTitles = [...this.body.querySelectorAll("details[open] summary")].map((summary) => summary.textContent);
     drawSections(this.body, sections);
-    for (const one of this.body.querySelectorAll("details")) if (open.includes(one.firstChild.textContent)) one.open = true;
+    for (const details of this.body.querySelectorAll("details")) if (openTitles.includes(details.firstChild.textContent)) details.open = true;
   }
 }
 
-/** Operations and stages; of a running run, what its user asks it for. */
+/** Operations and stages; for a running run, also the panel that requests operations. */
 class StagesView extends SectionsView {
   async load() {
-    const running = this.app.runs.rows.get(this.key)?.state === "running";
-    if (!running) this.panel?.root.remove();
-    this.panel = running ? this.panel || new OperationsPanel(this.key) : null;
+    const isRunning = this.app.runs.rows.get(this.key)?.state === "running";
+    if (!isRunning) this.panel?.root.remove();
+    this.panel = isRunning ? this.panel || new OperationsPanel(this.key) : null;
     if (this.panel && !this.panel.root.isConnected) this.body.before(this.panel.root);
     await Promise.all([this.panel?.load(), super.load()]);
   }
 }
 
-/** One run's key figures, or several runs side by side. */
+/** The key figures of a run, or a comparison of several. */
 class OverviewView extends SectionsView {
   async load() {
     const { keys } = this.app.selection;
@@ -104,55 +107,50 @@ class OverviewView extends SectionsView {
       return;
     }
     this.bar.replaceChildren();
-    try {
-      const answer = await ask("/api/compare", keys.map((key) => ["run", key]));
-      if (!this.over) this.fill(answer);
-    } catch (error) {
-      if (!this.over) this.say(error.message);
-    }
+    await this.loadFrom("/api/compare", keys.map((key) => ["run", key]));
   }
 }
 
 class EventsView extends Detail {
-  fill({ events, total, faults }) {
+  render({ events, total, faults }) {
     const kinds = [...new Set(events.map((event) => event.kind))];
     if (!events.length) {
-      this.say("Nothing has happened yet.");
+      this.showMessage("Nothing has happened yet.");
       return;
     }
-    const choice = (this.choice ||= el("select", { attrs: { "aria-label": "Kind" } }));
-    const chosen = choice.value;
+    const choice = (this.kindChoice ||= el("select", { attrs: { "aria-label": "Kind" } }));
+    const kindBefore = choice.value;
     choice.replaceChildren(el("option", { value: "", textContent: "everything" }), ...kinds.map((kind) => el("option", { value: kind, textContent: kind.replaceAll("_", " ") })));
-    choice.value = kinds.includes(chosen) ? chosen : "";
-    choice.onchange = () => this.fill({ events, total, faults });
+    choice.value = kinds.includes(kindBefore) ? kindBefore : "";
+    choice.onchange = () => this.render({ events, total, faults });
     if (!choice.isConnected) this.bar.append(el("label", {}, "Show", choice));
-    const open = new Set([...this.body.querySelectorAll("details[open]")].map((one) => one.dataset.id));
+    const openIds = new Set([...this.body.querySelectorAll("details[open]")].map((details) => details.dataset.id));
     const items = events
       .filter((event) => !choice.value || event.kind === choice.value)
-      .map((event) => this.#item(event, open))
+      .map((event) => this.#item(event, openIds))
       .reverse();
     const notes = [];
-    if (total > events.length) notes.push(`The latest ${whole(events.length)} of ${whole(total)}.`);
+    if (total > events.length) notes.push(`The latest ${formatCount(events.length)} of ${formatCount(total)}.`);
     notes.push(...faults);
     this.body.replaceChildren(...notes.map((note) => el("p", { className: "faint", textContent: note })), el("ol", { className: "events" }, items));
   }
 
-  #item(event, open) {
+  #item(event, openIds) {
     const id = `${event.time} ${event.kind} ${event.step}`;
-    const at = [event.step == null ? "" : `step ${whole(event.step)}`, clock(event.time)];
-    if (event.superseded) at.push("superseded");
+    const position = [event.step == null ? "" : `step ${formatCount(event.step)}`, formatTime(event.time)];
+    if (event.superseded) position.push("superseded");
     const head = [
       el("span", { className: "sign", textContent: SIGNS[event.kind] || "·", attrs: { "aria-hidden": "true" } }),
       el("span", { className: "what" }, el("strong", { textContent: event.title }), event.text ? el("span", { className: "text", textContent: event.text }) : null),
-      el("span", { className: "faint when", textContent: at.filter(Boolean).join(" · ") }),
+      el("span", { className: "faint when", textContent: position.filter(Boolean).join(" · ") }),
     ];
-    const facts = Object.entries(event.fields);
+    const fields = Object.entries(event.fields);
     const item = el("li", { className: event.superseded ? "superseded" : "", data: { kind: event.kind } });
-    if (!facts.length) item.append(el("div", { className: "summary" }, head));
+    if (!fields.length) item.append(el("div", { className: "summary" }, head));
     else {
-      item.append(el("details", { open: open.has(id), data: { id } },
+      item.append(el("details", { open: openIds.has(id), data: { id } },
         el("summary", { className: "summary" }, head),
-        el("dl", { className: "facts" }, facts.flatMap(([name, value]) => [el("dt", { textContent: name }), el("dd", { textContent: inWords(value) })]))));
+        el("dl", { className: "facts" }, fields.flatMap(([name, value]) => [el("dt", { textContent: name }), el("dd", { textContent: formatJson(value) })]))));
     }
     return item;
   }
@@ -165,10 +163,10 @@ class SystemView extends SectionsView {
 
   async load() {
     if (!this.panels) {
-      const place = el("div");
-      this.body.before(place);
-      this.panels = new Panels(place);
-      this.panels.setRuns(this.app.drawn());
+      const container = el("div");
+      this.body.before(container);
+      this.panels = new Panels(container);
+      this.panels.setRuns(this.app.chartRuns());
       this.panels.show(this.charts(), this.options);
     }
     await super.load();
@@ -178,23 +176,23 @@ class SystemView extends SectionsView {
     return { x: state.x, log: false, smooth: 0, marks: false, height: 200 };
   }
 
-  /** What every run measures, and what else of their machines these do. Not private: `load` needs it before
-      private methods are there. */
+  /** The metrics of every run, and those of the machines that these runs recorded. Not private: Detail's
+      constructor calls `load` before the private methods of subclasses exist. */
   charts() {
-    const names = new Set(this.app.drawn().flatMap((run) => [...(run.names || [])]));
-    return [...SYSTEM, ...[...names].filter((name) => OF_THE_MACHINE.test(name) && !SYSTEM.includes(name))].map(panelOf);
+    const names = new Set(this.app.chartRuns().flatMap((run) => [...(run.names || [])]));
+    return [...SYSTEM, ...[...names].filter((name) => MACHINE_METRIC.test(name) && !SYSTEM.includes(name))].map(panelOf);
   }
 
-  curves() {
+  updateCurves() {
     const charts = this.charts();
-    const more = charts.length > this.panels.panels.size;
+    const hasNewCharts = charts.length > this.panels.panels.size;
     this.panels.show(charts, this.options);
-    this.panels.setRuns(this.app.drawn());
-    if (more) this.app.load();
+    this.panels.setRuns(this.app.chartRuns());
+    if (hasNewCharts) this.app.load();
   }
 
-  points(key, grown) {
-    this.panels.grow(key, grown);
+  appendPoints(key, series) {
+    this.panels.appendPoints(key, series);
   }
 
   fit() {
@@ -207,52 +205,52 @@ class SystemView extends SectionsView {
   }
 }
 
-/** The lines of a log that grows, with a search; its end stays in view unless that is switched off. */
+/** The lines of a log, with a search and a checkbox that keeps its end in view. */
 class LogPaper {
   constructor(bar, parent, label, title = "") {
     this.search = el("input", { type: "search", placeholder: "Only lines with", attrs: { "aria-label": "Only lines with" } });
     this.search.addEventListener("input", () => this.#filter());
     this.follow = el("input", { type: "checkbox", checked: true });
-    this.follow.addEventListener("change", () => this.#end());
+    this.follow.addEventListener("change", () => this.#scrollToEnd());
     bar.append(...(title ? [el("strong", { textContent: title })] : []), this.search, el("label", { className: "check" }, this.follow, "Follow"));
     this.lines = el("div", { className: "paper log", tabIndex: 0, attrs: { role: "log", "aria-label": label, "aria-live": "off" } });
     parent.append(this.lines);
   }
 
-  /** Whole lines; `skipped`: some before them are left out. */
-  append(text, skipped) {
-    if (skipped) this.lines.append(el("div", { className: "faint", textContent: "… earlier lines are left out" }));
+  /** Appends complete lines; `isCut`: lines before them are missing. */
+  append(text, isCut) {
+    if (isCut) this.lines.append(el("div", { className: "faint", textContent: "… earlier lines are left out" }));
     for (const line of text.split("\n").slice(0, -1)) {
-      const found = / (WARNING|ERROR|CRITICAL): /.exec(line);
-      // of a progress bar that returns to the beginning of its line, the last state
-      const last = line.replace(/\r$/, "").split("\r").at(-1);
-      this.lines.append(el("div", { textContent: last, className: found ? found[1].toLowerCase() : "" }));
+      const level = / (WARNING|ERROR|CRITICAL): /.exec(line)?.[1].toLowerCase();
+      // progress bars return to the start of their line; only their last state is shown
+      const textContent = line.replace(/\r$/, "").split("\r").at(-1);
+      this.lines.append(el("div", { textContent, className: level || "" }));
     }
-    while (this.lines.childElementCount > LINES) this.lines.firstChild.remove();
+    while (this.lines.childElementCount > MAX_LINES) this.lines.firstChild.remove();
     this.#filter();
-    this.#end();
+    this.#scrollToEnd();
   }
 
   #filter() {
-    const words = this.search.value.toLowerCase();
-    for (const line of this.lines.children) line.hidden = words !== "" && !line.textContent.toLowerCase().includes(words);
+    const query = this.search.value.toLowerCase();
+    for (const line of this.lines.children) line.hidden = query !== "" && !line.textContent.toLowerCase().includes(query);
   }
 
-  #end() {
+  #scrollToEnd() {
     if (this.follow.checked) this.lines.scrollTop = this.lines.scrollHeight;
   }
 }
 
 class LogsView extends Detail {
-  happened() {}
+  onEvents() {}
 
-  async fill({ ranks }) {
+  async render({ ranks }) {
     if (!ranks.length) {
-      this.say("No rank has said anything yet.");
+      this.showMessage("No rank has said anything yet.");
       return;
     }
     const rank = ranks.includes(Number(state.values.rank)) ? Number(state.values.rank) : ranks[0];
-    const choice = el("select", { attrs: { "aria-label": "Rank" } }, ranks.map((each) => el("option", { value: String(each), textContent: String(each) })));
+    const choice = el("select", { attrs: { "aria-label": "Rank" } }, ranks.map((number) => el("option", { value: String(number), textContent: String(number) })));
     choice.value = String(rank);
     choice.addEventListener("change", () => {
       state.set({ rank: choice.value });
@@ -260,22 +258,22 @@ class LogsView extends Detail {
     });
     this.bar.append(el("label", {}, "Rank", choice));
     this.body.replaceChildren();
-    this.lines = new LogPaper(this.bar, this.body, `Log of rank ${rank}`);
-    const told = await ask(about(this.key, `logs/${rank}`));
-    if (this.over) return;
+    this.logPaper = new LogPaper(this.bar, this.body, `Log of rank ${rank}`);
+    const response = await fetchJson(runPath(this.key, `logs/${rank}`));
+    if (this.isDestroyed) return;
     this.rank = rank;
-    this.hear({ ...told, key: this.key });
-    this.app.follow();
+    this.appendLog({ ...response, key: this.key });
+    this.app.openStream();
   }
 
-  /** Up to where the log is known, for the stream. */
-  get place() {
+  /** The log and its end, for the stream. */
+  get logPosition() {
     return this.rank == null ? null : { log: `${this.key}/${this.rank}`, offset: this.offset };
   }
 
-  hear({ key, rank, text, offset, skipped }) {
+  appendLog({ key, rank, text, offset, skipped: isCut }) {
     if (key !== this.key || rank !== this.rank || (this.offset ?? -1) >= offset) return;
     this.offset = offset;
-    this.lines.append(text, skipped);
+    this.logPaper.append(text, isCut);
   }
 }

@@ -1,58 +1,57 @@
-/* Elements, numbers as text, and answers. What comes from a run is only ever set as text. */
+/* Builds elements, formats values and requests data. Text of runs is never parsed as HTML. */
 "use strict";
 
-/** The data of an exported page; null where a server answers. */
+/** The data of an exported page; null on a page that is served. */
 const embedded = JSON.parse(document.getElementById("data")?.textContent || "null");
 
-/** An element with properties, attributes (`attrs`), data and children: texts or elements. */
-function el(tag, properties = {}, ...children) {
-  const { attrs = {}, data = {}, ...rest } = properties;
-  const made = document.createElement(tag);
-  Object.assign(made, rest);
-  for (const [name, value] of Object.entries(attrs)) made.setAttribute(name, value);
-  Object.assign(made.dataset, data);
-  made.append(...children.flat().filter((child) => child != null));
-  return made;
+/** Creates an element with properties, attributes (`attrs`), a dataset (`data`) and children. */
+function el(tag, { attrs = {}, data = {}, ...properties } = {}, ...children) {
+  const node = document.createElement(tag);
+  Object.assign(node, properties);
+  for (const [name, value] of Object.entries(attrs)) node.setAttribute(name, value);
+  Object.assign(node.dataset, data);
+  node.append(...children.flat().filter((child) => child != null));
+  return node;
 }
 
-/** A word in the colour of its state. */
+/** A text in the colour of a state. */
 const badgeOf = (state, text = state) => el("span", { className: "badge", data: { state: state.replaceAll(" ", "-") }, textContent: text });
 
 const byId = (id) => document.getElementById(id);
 
-/** The value of a number that JSON has no form for, too. */
-const numeric = (value) => {
+/** A number from JSON, where those that are not finite are strings; null for other strings. */
+const toNumber = (value) => {
   if (typeof value !== "string") return value;
   return { NaN, Infinity, "-Infinity": -Infinity }[value] ?? null;
 };
 
-const figure = (metric, value) => {
-  const known = numeric(value);
-  if (known == null) return "–";
-  return Number.isFinite(known) ? InstarChart.valueText(metric, known) : String(known);
+const formatValue = (metric, value) => {
+  const number = toNumber(value);
+  if (number == null) return "–";
+  return Number.isFinite(number) ? InstarChart.valueText(metric, number) : String(number);
 };
 
-const whole = (value) => (value == null ? "–" : Math.round(value).toLocaleString("en"));
+const formatCount = (value) => (value == null ? "–" : Math.round(value).toLocaleString("en"));
 
-const onAxis = (axis, value) => (value == null ? "–" : InstarChart.axisText(axis, value, false));
+const formatAxisValue = (axis, value) => (value == null ? "–" : InstarChart.axisText(axis, value, false));
 
-const clock = (seconds) => (seconds ? Instar.dateText(seconds) : "–");
+const formatTime = (seconds) => (seconds ? Instar.dateText(seconds) : "–");
 
-/** How long ago, in short. */
-function ago(seconds) {
+/** The time since a Unix time, in its largest unit. */
+function formatAge(seconds) {
   if (!seconds) return "";
-  const past = Math.max(0, Date.now() / 1000 - seconds);
-  const [length, unit] = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]].find(([l]) => past >= l) || [1, "s"];
-  return `${Math.floor(past / length)} ${unit}`;
+  const age = Math.max(0, Date.now() / 1000 - seconds);
+  const [length, unit] = [[86400, "d"], [3600, "h"], [60, "min"]].find(([l]) => age >= l) || [1, "s"];
+  return `${Math.floor(age / length)} ${unit}`;
 }
 
-/** Any JSON value in one line. */
-const inWords = (value) => (typeof value === "object" && value !== null ? JSON.stringify(value) : String(value));
+/** A JSON value in one line; strings without quotes. */
+const formatJson = (value) => (typeof value === "object" && value !== null ? JSON.stringify(value) : String(value));
 
-/** A word for a shell: what is copied must not do more than it says. */
-const quoted = (text) => (/^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", `'\\''`)}'`);
+/** Quotes a word for a shell, so that a copied command is safe. */
+const shellQuote = (text) => (/^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", `'\\''`)}'`);
 
-/** What there is instead of data: a sentence, and commands to copy. */
+/** A message in place of missing data, with commands to copy. */
 function emptyState(text, ...commands) {
   const lines = commands.map((command) => {
     const copy = el("button", { type: "button", className: "plain", textContent: "Copy", attrs: { "aria-label": `Copy ${command}` } });
@@ -66,26 +65,26 @@ function emptyState(text, ...commands) {
   return el("div", { className: "none" }, el("p", { textContent: text }), lines);
 }
 
-/** The answer of the server, or the one that is in the page; an error has the server's words. */
-async function ask(path, parameters = []) {
+/** Returns the server's response, or the one stored in an exported page; throws the server's error message. */
+async function fetchJson(path, parameters = []) {
   if (embedded) return embedded.answers[path];
   const query = new URLSearchParams(parameters).toString();
-  return read(await fetch(query ? `${path}?${query}` : path, { credentials: "same-origin" }));
+  return parseResponse(await fetch(query ? `${path}?${query}` : path, { credentials: "same-origin" }));
 }
 
-/** The server's answer to what is sent to it as JSON. */
-const send = async (path, content) =>
-  read(await fetch(path, { method: "POST", credentials: "same-origin", headers: { "Content-Type": "application/json" }, body: JSON.stringify(content) }));
+/** Posts JSON and returns the server's response. */
+const postJson = async (path, content) =>
+  parseResponse(await fetch(path, { method: "POST", credentials: "same-origin", headers: { "Content-Type": "application/json" }, body: JSON.stringify(content) }));
 
-async function read(answer) {
-  if (answer.ok) return answer.json();
-  let words = answer.statusText;
+async function parseResponse(response) {
+  if (response.ok) return response.json();
+  let message = response.statusText;
   try {
-    words = (await answer.json()).error || words;
+    message = (await response.json()).error || message;
   } catch {
-    words = words || `status ${answer.status}`;
+    message = message || `status ${response.status}`;
   }
-  throw new Error(words);
+  throw new Error(message);
 }
 
-const about = (key, what) => `/api/runs/${encodeURIComponent(key)}/${what}`;
+const runPath = (key, resource) => `/api/runs/${encodeURIComponent(key)}/${resource}`;

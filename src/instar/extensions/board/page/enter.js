@@ -1,3 +1,3 @@
-/* The token has become a cookie: on to the page, whose address takes the place of the one that had it. */
+/* Replaces the address that contains the token, which is now a cookie, by that of the page. */
 
 location.replace(`/${location.hash}`);

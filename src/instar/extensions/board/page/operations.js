@@ -1,4 +1,4 @@
-/* What the user of a running run asks it for, and what waits there. */
+/* Requests operations of a running run, and lists those that wait. */
 "use strict";
 
 class OperationsPanel {
@@ -6,63 +6,63 @@ class OperationsPanel {
     this.key = key;
     this.input = el("input", { type: "text", placeholder: "change_lr=0.5", autocomplete: "off", spellcheck: false, attrs: { "aria-label": "Operation" } });
     this.input.addEventListener("keydown", (event) => {
-      if (event.key === "Enter") this.#do("check");
+      if (event.key === "Enter") this.#submit("check");
     });
-    this.said = el("p", { className: "said", attrs: { role: "status" } });
-    this.waiting = el("ul", { attrs: { "aria-label": "Waiting operations" } });
-    this.form = el("div", { className: "tools" }, this.input, this.#button("Check", () => this.#do("check")), this.#button("Apply", () => this.#do("apply")));
+    this.message = el("p", { className: "said", attrs: { role: "status" } });
+    this.entries = el("ul", { attrs: { "aria-label": "Waiting operations" } });
+    this.form = el("div", { className: "tools" }, this.input, this.#button("Check", () => this.#submit("check")), this.#button("Apply", () => this.#submit("apply")));
     this.root = el("section", { className: "operations", hidden: true, attrs: { "aria-label": "Live operations" } },
-      el("h3", { textContent: "Live operations" }), this.form, this.said, this.waiting);
+      el("h3", { textContent: "Live operations" }), this.form, this.message, this.entries);
   }
 
-  #button(text, act) {
+  #button(text, onClick) {
     const button = el("button", { type: "button", className: "act", textContent: text });
-    button.addEventListener("click", act);
+    button.addEventListener("click", onClick);
     return button;
   }
 
-  /** What waits, and whether the run can be asked for more. */
+  /** Loads the waiting operations, and whether the run accepts more. */
   async load() {
     try {
-      const { refusal, rows, left_out: more } = await ask(about(this.key, "waiting"));
+      const { refusal, rows, left_out: more } = await fetchJson(runPath(this.key, "waiting"));
       this.form.hidden = Boolean(refusal);
-      if (refusal) this.#say(`Operations cannot be asked for here: ${refusal}.`);
-      this.waiting.replaceChildren(...rows.map((row) => this.#row(row, refusal)), more ? el("li", { className: "faint", textContent: `and ${whole(more)} more` }) : "");
+      if (refusal) this.#showMessage(`Operations cannot be asked for here: ${refusal}.`);
+      this.entries.replaceChildren(...rows.map((row) => this.#row(row, refusal)), more ? el("li", { className: "faint", textContent: `and ${formatCount(more)} more` }) : "");
     } catch (error) {
-      this.waiting.replaceChildren(el("li", { className: "faint", textContent: error.message }));
+      this.entries.replaceChildren(el("li", { className: "faint", textContent: error.message }));
     }
     this.root.hidden = false;
   }
 
-  #row({ which, what, when, by }, refusal) {
+  #row({ which: target, what: operation, when, by }, refusal) {
     const button = this.#button("Cancel", async () => {
       button.disabled = true;
-      await this.#send("cancel", which, "It is asked to be given up");
+      await this.#post("cancel", target, "It is asked to be given up");
       button.disabled = false;
     });
-    button.setAttribute("aria-label", `Cancel ${what}`);
-    return el("li", {}, el("span", {}, el("strong", { textContent: what }), ` ${when}`), el("span", { className: "faint", textContent: by }), refusal ? null : button);
+    button.setAttribute("aria-label", `Cancel ${operation}`);
+    return el("li", {}, el("span", {}, el("strong", { textContent: operation }), ` ${when}`), el("span", { className: "faint", textContent: by }), refusal ? null : button);
   }
 
-  async #do(command) {
+  async #submit(command) {
     const text = this.input.value;
-    if (await this.#send(command, { text }, command === "apply" ? "It is asked for" : "Nothing speaks against it")) this.input.value = "";
+    if (await this.#post(command, { text }, command === "apply" ? "It is asked for" : "Nothing speaks against it")) this.input.value = "";
   }
 
-  /** Whether something was posted; what became of it comes with the run's events. */
-  async #send(command, content, done) {
+  /** Posts a command and shows the outcome. Returns whether the run will receive it; its result comes as an event. */
+  async #post(command, content, success) {
     try {
-      const { refusal, id } = await send(about(this.key, command), content);
-      this.#say(refusal || (id ? `${done} (${id}); the run takes it in between two steps.` : `${done}.`), refusal);
+      const { refusal, id } = await postJson(runPath(this.key, command), content);
+      this.#showMessage(refusal || (id ? `${success} (${id}); the run takes it in between two steps.` : `${success}.`), refusal);
       return Boolean(id);
     } catch (error) {
-      this.#say(error.message, true);
+      this.#showMessage(error.message, true);
       return false;
     }
   }
 
-  #say(text, isRefusal = false) {
-    this.said.textContent = text;
-    this.said.classList.toggle("refused", Boolean(isRefusal));
+  #showMessage(text, isRefusal = false) {
+    this.message.textContent = text;
+    this.message.classList.toggle("refused", Boolean(isRefusal));
   }
 }

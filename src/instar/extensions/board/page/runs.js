@@ -1,260 +1,258 @@
-/* What the page knows of the runs: the list, the curves of those that are shown, and the stream of
-   server-sent events that brings what is new. */
+/* The data of the page: the list of runs, the curves of the selected ones, and the stream of server-sent
+   events that updates both. */
 "use strict";
 
-const AT_ONCE = 5;
-const IN_ONE = 10;
+const CONCURRENT_REQUESTS = 5;
+const RUNS_PER_REQUEST = 10;
 
-/** As many points of a curve as so many curves leave room for. */
-const pointsOf = (runs) => (runs <= 8 ? 2000 : runs <= 24 ? 1000 : 400);
+/** Maximum number of points per curve that is requested. */
+const maxPoints = (runCount) => (runCount <= 8 ? 2000 : runCount <= 24 ? 1000 : 400);
 
-class Runs {
+/** The rows of the list by key, and the chart data of the selected runs. Dispatches "rows", "curves",
+    "points" (`{key, series}`: the points added to each metric) and "events" (`{key, hasMarks, hasOperation}`). */
+class Runs extends EventTarget {
   constructor() {
+    super();
     this.rows = new Map();
-    this.shown = new Map();
-    this.seen = "";
-    this.told = new EventTarget();
+    this.chartRuns = new Map();
+    this.version = "";
   }
 
   async load() {
-    const answer = await ask("/api/runs");
-    this.folder = answer.folder;
-    this.take({ ...answer, all: true, gone: [] });
+    const response = await fetchJson("/api/runs");
+    this.folder = response.folder;
+    this.updateRows({ ...response, all: true, gone: [] });
   }
 
-  /** Rows that changed; `all`: there are no others. */
-  take({ rows, gone, seen, all }) {
+  /** Applies changed rows and the keys of removed ones (`gone`); `all`: the rows replace all others. */
+  updateRows({ rows, gone: removedKeys, seen: version, all }) {
     if (all) this.rows.clear();
     for (const row of rows) this.rows.set(row.key, row);
-    for (const key of gone) this.rows.delete(key);
-    this.seen = seen;
-    this.#tell("list");
+    for (const key of removedKeys) this.rows.delete(key);
+    this.version = version;
+    this.#dispatch("rows");
   }
 
-  /** Show these runs, with these metrics; what is there already is not asked for again. */
-  async show(keys, metrics) {
-    for (const key of [...this.shown.keys()]) if (!keys.includes(key)) this.shown.delete(key);
-    for (const key of keys) if (!this.shown.has(key)) this.shown.set(key, this.#empty(key));
-    const lacking = new Map();
+  /** Loads the curves of these runs that were not requested before, and drops all other runs. */
+  async loadCurves(keys, metrics) {
+    for (const key of [...this.chartRuns.keys()]) if (!keys.includes(key)) this.chartRuns.delete(key);
+    for (const key of keys) if (!this.chartRuns.has(key)) this.chartRuns.set(key, this.#newChartRun(key));
+    const keysByMetrics = new Map();
     for (const key of keys) {
-      const run = this.shown.get(key);
-      const missing = metrics.filter((metric) => !run.asked.has(metric));
-      if (!missing.length && run.loaded) continue;
+      const run = this.chartRuns.get(key);
+      const missing = metrics.filter((metric) => !run.requestedMetrics.has(metric));
+      if (!missing.length && run.isLoaded) continue;
       for (const metric of missing) {
-        run.asked.add(metric);
-        run.coming.add(metric);
+        run.requestedMetrics.add(metric);
+        run.pendingMetrics.add(metric);
       }
-      const together = JSON.stringify(missing);
-      lacking.set(together, [...(lacking.get(together) || []), key]);
+      const metricsJson = JSON.stringify(missing);
+      keysByMetrics.set(metricsJson, [...(keysByMetrics.get(metricsJson) || []), key]);
     }
-    const parts = [];
-    for (const [missing, those] of lacking) {
-      for (let i = 0; i < those.length; i += IN_ONE) {
-        parts.push([those.slice(i, i + IN_ONE), JSON.parse(missing)]);
+    const requests = [];
+    for (const [metricsJson, runKeys] of keysByMetrics) {
+      for (let i = 0; i < runKeys.length; i += RUNS_PER_REQUEST) {
+        requests.push([runKeys.slice(i, i + RUNS_PER_REQUEST), JSON.parse(metricsJson)]);
       }
     }
-    const next = async () => {
-      for (let part = parts.shift(); part; part = parts.shift()) {
-        await this.#fetch(...part, pointsOf(keys.length));
+    const work = async () => {
+      for (let request = requests.shift(); request; request = requests.shift()) {
+        await this.#fetchCurves(...request, maxPoints(keys.length));
       }
     };
-    await Promise.all(Array.from({ length: AT_ONCE }, next));
+    await Promise.all(Array.from({ length: CONCURRENT_REQUESTS }, work));
   }
 
-  /** Reads a run anew: it has become another one, or too much was missed. */
-  async again(key) {
-    const before = this.shown.get(key);
-    if (!before) return;
-    const run = this.#empty(key);
-    for (const metric of before.asked) {
-      run.asked.add(metric);
-      run.coming.add(metric);
+  /** Loads all curves of a run again, after its record was replaced or the stream skipped a part of it. */
+  async reload(key) {
+    const previous = this.chartRuns.get(key);
+    if (!previous) return;
+    const run = this.#newChartRun(key);
+    for (const metric of previous.requestedMetrics) {
+      run.requestedMetrics.add(metric);
+      run.pendingMetrics.add(metric);
     }
-    this.shown.set(key, run);
-    await this.#fetch([key], [...run.asked], pointsOf(this.shown.size));
-    this.#tell("curves", { key, anew: true });
+    this.chartRuns.set(key, run);
+    await this.#fetchCurves([key], [...run.requestedMetrics], maxPoints(this.chartRuns.size));
   }
 
-  async marksAgain(key) {
-    const run = this.shown.get(key);
+  async reloadMarks(key) {
+    const run = this.chartRuns.get(key);
     if (!run) return;
-    const [found] = (await ask("/api/curves", [["run", key]])).runs;
-    if (!found || found.error) return;
-    run.marks = found.marks;
-    this.#tell("curves", { key, anew: true });
+    const [data] = (await fetchJson("/api/curves", [["run", key]])).runs;
+    if (!data || data.error) return;
+    run.marks = data.marks;
+    this.#dispatch("curves");
   }
 
-  #empty(key) {
+  #newChartRun(key) {
     const row = this.rows.get(key) || {};
     return {
-      id: key, key, name: key, unit: row.unit || "token", series: {}, marks: [],
-      names: new Set(), asked: new Set(), coming: new Set(), waiting: [],
-      offset: null, held: false, loaded: false,
+      id: key, key, name: key, unit: row.unit || "token", series: {}, marks: [], names: new Set(),
+      requestedMetrics: new Set(), pendingMetrics: new Set(), pendingPoints: [],
+      offset: null, needsStream: false, isLoaded: false,
     };
   }
 
-  async #fetch(keys, metrics, points) {
+  async #fetchCurves(keys, metrics, points) {
     const parameters = [["points", points], ...keys.map((key) => ["run", key])];
-    let answer;
+    let response;
     try {
-      answer = await ask("/api/curves", [...parameters, ...metrics.map((m) => ["metric", m])]);
+      response = await fetchJson("/api/curves", [...parameters, ...metrics.map((m) => ["metric", m])]);
     } catch (error) {
-      keys.forEach((key) => this.#forget(key));
+      keys.forEach((key) => this.#resetRequests(key));
       throw error;
     }
-    const answered = new Set(answer.runs.map((found) => found.key));
-    for (const key of keys) if (!answered.has(key)) this.#forget(key);
-    for (const found of answer.runs) {
-      const run = this.shown.get(found.key);
+    const presentKeys = new Set(response.runs.map((data) => data.key));
+    for (const key of keys) if (!presentKeys.has(key)) this.#resetRequests(key);
+    for (const data of response.runs) {
+      const run = this.chartRuns.get(data.key);
       if (!run) continue;
-      if (found.error) {
-        this.#forget(found.key);
+      if (data.error) {
+        this.#resetRequests(data.key);
         continue;
       }
-      found.names.forEach((name) => run.names.add(name));
-      run.marks = found.marks;
-      Object.assign(run.series, found.series);
-      run.loaded = true;
-      // the stream goes on from where the oldest of the curves ends; what is known is passed over
-      run.offset = run.offset == null ? found.offset : Math.min(run.offset, found.offset);
-      run.held = true;
-      metrics.forEach((metric) => run.coming.delete(metric));
-      const waiting = run.waiting.splice(0);
-      waiting.forEach(([metric, points]) => this.#append(run, metric, points));
+      data.names.forEach((name) => run.names.add(name));
+      run.marks = data.marks;
+      Object.assign(run.series, data.series);
+      run.isLoaded = true;
+      // the stream resumes from the end of the oldest curve; points that others have already are skipped
+      run.offset = run.offset == null ? data.offset : Math.min(run.offset, data.offset);
+      run.needsStream = true;
+      metrics.forEach((metric) => run.pendingMetrics.delete(metric));
+      run.pendingPoints.splice(0).forEach((pending) => this.#appendPoints(run, ...pending));
     }
-    for (const key of keys) this.#tell("curves", { key, anew: true });
+    this.#dispatch("curves");
   }
 
-  /** A run that is not there, or cannot be read, is asked for again when it is shown again. */
-  #forget(key) {
-    const run = this.shown.get(key);
-    run?.coming.clear();
-    run?.asked.clear();
+  /** Forgets what was requested of a run that is missing or unreadable: it is requested again when shown again. */
+  #resetRequests(key) {
+    const run = this.chartRuns.get(key);
+    run?.pendingMetrics.clear();
+    run?.requestedMetrics.clear();
   }
 
-  /** What a record has grown by. */
-  grow(message) {
-    const run = this.shown.get(message.key);
+  /** Applies a message of the stream, see `stream_messages` in extensions/board/stream.py. */
+  update(message) {
+    const run = this.chartRuns.get(message.key);
     if (!run) return;
-    if (!run.held) run.offset = Math.max(run.offset ?? 0, message.offset);
+    if (!run.needsStream) run.offset = Math.max(run.offset ?? 0, message.offset);
     if (message.rewind) this.#rewind(run, message.rewind);
     for (const name of message.names || []) run.names.add(name);
-    const grown = [];
+    const series = [];
     for (const [metric, points] of Object.entries(message.points || {})) {
-      const added = this.#append(run, metric, points);
-      if (added) grown.push([metric, added]);
+      const newPoints = this.#appendPoints(run, metric, points);
+      if (newPoints) series.push([metric, newPoints]);
     }
-    const marks = (message.marks || []).filter((mark) => !run.marks.some((m) => same(m, mark)));
+    const marks = (message.marks || []).filter((mark) => !run.marks.some((other) => isSameMark(other, mark)));
     run.marks.push(...marks);
-    if (grown.length) this.#tell("points", { key: run.id, grown });
-    if (marks.length || message.rewind) this.#tell("curves", { key: run.id, anew: true });
+    if (series.length) this.#dispatch("points", { key: run.id, series });
+    if (marks.length || message.rewind) this.#dispatch("curves");
     if (!message.told) return;
-    const operated = marks.some((mark) => mark.kind === "operation");
-    this.#tell("happened", { key: run.id, placed: Boolean(message.marks), operated });
+    const hasOperation = marks.some((mark) => mark.kind === "operation");
+    this.#dispatch("events", { key: run.id, hasMarks: Boolean(message.marks), hasOperation });
   }
 
-  /** The points that the curve does not have yet; null: none. */
-  #append(run, metric, points) {
-    if (!run.asked.has(metric)) return null;
-    if (run.coming.has(metric)) {
-      run.waiting.push([metric, points]);
+  /** Appends the points that the curve does not have yet, and returns them; null if there are none. */
+  #appendPoints(run, metric, points) {
+    if (!run.requestedMetrics.has(metric)) return null;
+    if (run.pendingMetrics.has(metric)) {
+      run.pendingPoints.push([metric, points]);
       return null;
     }
     const axes = Object.keys(points.x);
-    const found = (run.series[metric] ||= {
+    const series = (run.series[metric] ||= {
       x: Object.fromEntries(axes.map((axis) => [axis, []])), value: [], superseded: [], segment: 0,
     });
-    const last = found.x.step.at(-1) ?? -1;
-    const later = (step) => points.segment > found.segment || step > last;
-    const first = points.x.step.findIndex(later);
-    if (first < 0 || points.segment < Math.max(found.segment, run.rewound || 0)) return null;
-    const added = { x: {}, value: points.value.slice(first) };
+    const lastStep = series.x.step.at(-1) ?? -1;
+    const first = points.x.step.findIndex((step) => points.segment > series.segment || step > lastStep);
+    if (first < 0 || points.segment < Math.max(series.segment, run.rewindSegment || 0)) return null;
+    const newPoints = { x: {}, value: points.value.slice(first) };
     for (const axis of axes) {
-      added.x[axis] = points.x[axis].slice(first);
-      found.x[axis].push(...added.x[axis]);
+      newPoints.x[axis] = points.x[axis].slice(first);
+      series.x[axis].push(...newPoints.x[axis]);
     }
-    found.value.push(...added.value);
-    found.segment = points.segment;
-    return added;
+    series.value.push(...newPoints.value);
+    series.segment = points.segment;
+    return newPoints;
   }
 
-  /** A new segment goes on from `step`: what lies behind it is superseded. */
+  /** Moves the points after `step` to the superseded ones, as a new segment starts there. */
   #rewind(run, { step, segment }) {
-    if (segment <= (run.rewound || 0)) return;
-    run.rewound = segment;
-    for (const found of Object.values(run.series)) {
-      if (found.segment >= segment) continue;
-      const from = found.x.step.findIndex((at) => at > step);
-      if (from < 0) continue;
+    if (segment <= (run.rewindSegment || 0)) return;
+    run.rewindSegment = segment;
+    for (const series of Object.values(run.series)) {
+      if (series.segment >= segment) continue;
+      const first = series.x.step.findIndex((pointStep) => pointStep > step);
+      if (first < 0) continue;
       const x = {};
-      for (const axis of Object.keys(found.x)) x[axis] = found.x[axis].splice(from);
-      found.even = found.even?.filter((at) => at < from);
-      found.superseded.push({ segment: found.segment, x, value: found.value.splice(from) });
+      for (const axis of Object.keys(series.x)) x[axis] = series.x[axis].splice(first);
+      series.even = series.even?.filter((i) => i < first);
+      series.superseded.push({ segment: series.segment, x, value: series.value.splice(first) });
     }
   }
 
-  #tell(name, detail) {
-    this.told.dispatchEvent(new CustomEvent(name, { detail }));
+  #dispatch(name, detail) {
+    this.dispatchEvent(new CustomEvent(name, { detail }));
   }
 }
 
-const same = (a, b) => a.kind === b.kind && a.x.step === b.x.step && a.title === b.title;
+const isSameMark = (a, b) => a.kind === b.kind && a.x.step === b.x.step && a.title === b.title;
 
-/* The one stream: opened anew when something else is shown, and when the page is looked at again;
-   told where it left off each time. */
+const SILENCE_MS = 25000;
+const RECONNECT_MS = 1500;
 
-const SILENT_MS = 25000;
-const AGAIN_MS = 1500;
-
-class Stream {
-  /** `where()` gives `about`, what is shown; `behind`, whether more must be told of it than the
-      open stream will; and `query()`, with up to where it is known. */
-  constructor(where, hear) {
-    this.where = where;
-    this.hear = hear;
-    this.told = new EventTarget();
+/** The stream of server-sent events, reopened when other runs are shown or the page becomes visible.
+    Dispatches "state" with "live" or "lost". */
+class Stream extends EventTarget {
+  /** `getRequest()` returns `subject`, which identifies what is streamed; `isBehind`, whether the open
+      stream started too late for it; and `query()`, the query that resumes from the data that is loaded. */
+  constructor(getRequest, onMessage) {
+    super();
+    this.getRequest = getRequest;
+    this.onMessage = onMessage;
     this.state = "waiting";
     document.addEventListener("visibilitychange", () => {
       if (document.hidden) this.#close();
       else this.open();
     });
-    setInterval(() => this.#watch(), 5000);
+    setInterval(() => this.#checkSilence(), 5000);
   }
 
-  /** (Re)opens the stream, if what it would be asked has changed or it is closed. */
+  /** Opens the stream if it is closed, or again if it does not fit the request. */
   open() {
     if (document.hidden) return;
-    const { about, behind, query } = this.where();
-    if (this.source && about === this.about && !behind) return;
+    const { subject, isBehind, query } = this.getRequest();
+    if (this.source && subject === this.subject && !isBehind) return;
     this.#close();
-    this.about = about;
+    this.subject = subject;
     const source = new EventSource(`/api/stream?${query()}`);
     this.source = source;
-    this.heard = Date.now();
+    this.messageTime = Date.now();
     source.onopen = () => {
-      this.heard = Date.now();
-      this.#say("live");
+      this.messageTime = Date.now();
+      this.#setState("live");
     };
     source.onerror = () => {
       if (source !== this.source) return;
-      this.#say("lost");
-      if (source.readyState === EventSource.CLOSED) this.#later();
+      this.#setState("lost");
+      if (source.readyState === EventSource.CLOSED) this.#reopenLater();
     };
-    source.addEventListener("beat", () => (this.heard = Date.now()));
+    source.addEventListener("beat", () => (this.messageTime = Date.now()));
     for (const name of ["runs", "news", "anew", "log", "fleets", "fleet", "fleet_log"]) {
       source.addEventListener(name, (event) => {
         if (source !== this.source) return;
-        this.heard = Date.now();
-        this.#say("live");
-        this.hear(name, JSON.parse(event.data));
+        this.messageTime = Date.now();
+        this.#setState("live");
+        this.onMessage(name, JSON.parse(event.data));
       });
     }
   }
 
-  #later() {
+  #reopenLater() {
     this.#close();
     clearTimeout(this.timer);
-    this.timer = setTimeout(() => this.open(), AGAIN_MS);
+    this.timer = setTimeout(() => this.open(), RECONNECT_MS);
   }
 
   #close() {
@@ -262,17 +260,17 @@ class Stream {
     this.source = null;
   }
 
-  /** A connection may die without a word. */
-  #watch() {
-    if (!this.source || Date.now() - this.heard < SILENT_MS) return;
+  /** Detects a connection that broke without an error. */
+  #checkSilence() {
+    if (!this.source || Date.now() - this.messageTime < SILENCE_MS) return;
     if (this.source.readyState === EventSource.CONNECTING) return;
-    this.#say("lost");
-    this.#later();
+    this.#setState("lost");
+    this.#reopenLater();
   }
 
-  #say(state) {
-    if (state === this.state) return;
-    this.state = state;
-    this.told.dispatchEvent(new CustomEvent("state", { detail: state }));
+  #setState(newState) {
+    if (newState === this.state) return;
+    this.state = newState;
+    this.dispatchEvent(new CustomEvent("state", { detail: newState }));
   }
 }

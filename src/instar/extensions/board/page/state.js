@@ -1,5 +1,5 @@
-/* What the page shows, kept in the address: it can be shared, and outlives a reload. An exported
-   page keeps it to itself. */
+/* The state of the page, stored in the URL's fragment so that it can be shared and survives a reload;
+   an exported page keeps it in memory. */
 "use strict";
 
 const METRICS = ["loss", "val/loss"];
@@ -9,10 +9,10 @@ const DEFAULTS = {
   runs: "", tab: "curves", metrics: METRICS.join(","), x: "step", log: "", smooth: "0", marks: "1", mean: "",
   q: "", states: "", sort: "started", of: "", rank: "0", fleet: "", fleet_log: "",
   columns: "", order: "",
-  ...embedded?.wanted,
+  ...embedded?.defaults,
 };
 
-// a comma parts names, and may be in one
+// names are separated by commas, and may contain them
 const pack = (names) => names.map((name) => name.replace(/[%,]/g, encodeURIComponent)).join(",");
 const unpack = (text) => text.split(",").filter(Boolean).map((name) => {
   try {
@@ -22,37 +22,38 @@ const unpack = (text) => text.split(",").filter(Boolean).map((name) => {
   }
 });
 
-/** The address of the page that shows this; what is not given is at its default. */
+/** The address of a page with these values, and defaults for all others. */
 const addressOf = (values) => `#${new URLSearchParams(values)}`;
 
-class State {
+/** Dispatches "navigate" when the user has changed the fragment. */
+class State extends EventTarget {
   constructor() {
-    this.told = new EventTarget();
-    this.#read();
+    super();
+    this.#readFragment();
     addEventListener("hashchange", () => {
-      if (this.#text() === location.hash.slice(1)) return;
-      this.#read();
-      this.told.dispatchEvent(new Event("anew"));
+      if (this.#toFragment() === location.hash.slice(1)) return;
+      this.#readFragment();
+      this.dispatchEvent(new Event("navigate"));
     });
   }
 
-  #read() {
+  #readFragment() {
     this.values = { ...DEFAULTS };
     for (const [name, value] of new URLSearchParams(location.hash.slice(1))) {
       if (name in DEFAULTS) this.values[name] = value;
     }
   }
 
-  #text() {
-    const changed = Object.entries(this.values).filter(([name, value]) => value !== DEFAULTS[name]);
-    return new URLSearchParams(changed).toString();
+  #toFragment() {
+    const entries = Object.entries(this.values).filter(([name, value]) => value !== DEFAULTS[name]);
+    return new URLSearchParams(entries).toString();
   }
 
   set(changes) {
     for (const [name, value] of Object.entries(changes)) this.values[name] = String(value);
     if (embedded) return;
-    const text = this.#text();
-    history.replaceState(null, "", text ? `#${text}` : location.pathname);
+    const fragment = this.#toFragment();
+    history.replaceState(null, "", fragment ? `#${fragment}` : location.pathname);
   }
 
   list(name) {
@@ -92,7 +93,7 @@ const state = new State();
 
 const THEMES = { "": "◐ Auto", light: "○ Light", dark: "● Dark" };
 
-/** The button that chooses light or dark; without a choice the system's holds. */
+/** Sets up the button that cycles through the themes; "" follows the system. */
 function makeThemeButton() {
   const button = byId("theme");
   const names = Object.keys(THEMES);
@@ -120,25 +121,25 @@ function makeThemeButton() {
   apply();
 }
 
-/** On paper the page is light and narrow, and what is folded is open; `fit` draws the charts anew. */
+/** Prints the page in light colours with its details open; `fit` adapts the charts to the paper's width. */
 function preparePrint(fit) {
   const root = document.documentElement;
-  let before = null;
+  let previous = null;
   addEventListener("beforeprint", () => {
-    const folded = [...document.querySelectorAll("details.printed:not([open])")];
-    before = { theme: root.dataset.theme, folded };
+    const details = [...document.querySelectorAll("details.printed:not([open])")];
+    previous = { theme: root.dataset.theme, details };
     root.dataset.theme = "light";
     root.classList.add("printing");
-    folded.forEach((each) => (each.open = true));
+    details.forEach((element) => (element.open = true));
     fit();
   });
   addEventListener("afterprint", () => {
-    if (!before) return;
-    if (before.theme) root.dataset.theme = before.theme;
+    if (!previous) return;
+    if (previous.theme) root.dataset.theme = previous.theme;
     else delete root.dataset.theme;
     root.classList.remove("printing");
-    before.folded.forEach((each) => (each.open = false));
-    before = null;
+    previous.details.forEach((element) => (element.open = false));
+    previous = null;
     fit();
   });
 }
