@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from cases import shortened
+from cases import parametrize_first
 from forks import INSTAR, forks
 from needed import needs
 from safetensors.torch import save_file
@@ -137,7 +137,7 @@ CASES: dict[str, tuple[Prepare, str]] = {
 }
 
 
-@shortened("case", CASES, first=2)
+@parametrize_first("case", CASES, first=2)
 def test_ctrl_c_is_heard_in_the_middle(case: str, tmp_path: Path) -> None:
     prepare, doing = CASES[case]
     argv = prepare(tmp_path)
@@ -173,7 +173,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@shortened(
+@parametrize_first(
     ("argv", "begun", "code", "told"),
     [
         (["sample", "tiny-kmn42", "--max-tokens", "1000000"], r"\w{9}", 130, ""),
@@ -226,7 +226,7 @@ def test_ctrl_c_is_heard_while_a_rank_waits_for_others(tmp_path: Path) -> None:
     assert child.ended_within(HEARD_S)
     assert child.code == 130
     assert "start again with the same command" in child.output()
-    assert files(tmp_path) == {"text.txt", child.said.name}
+    assert files(tmp_path) == {"text.txt", child.output_path.name}
 
 
 @pytest.mark.torture
