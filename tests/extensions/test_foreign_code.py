@@ -18,7 +18,7 @@ import pytest
 import torch
 from chains import after, first, save
 from safetensors.torch import save_file
-from typed import typed
+from typed import run_commands
 from written_runs import place, writing
 
 from instar.checkpoint.manifest import Facts
@@ -161,7 +161,11 @@ def test_reading_a_foreign_run_imports_nothing_of_it(foreign_runs: tuple[Path, P
     folder, mark = foreign_runs
     command_lines = {name: [*name.split(), *words] for name, words in READING.items() if words}
     outcomes = dict(
-        zip(command_lines, typed([(folder, argv) for argv in command_lines.values()]), strict=True)
+        zip(
+            command_lines,
+            run_commands([(folder, argv) for argv in command_lines.values()]),
+            strict=True,
+        )
     )
     for name, outcome in outcomes.items():
         assert "Traceback" not in outcome.err, (name, outcome.err)
@@ -219,7 +223,7 @@ def test_difference_tells_settings_of_a_task_whose_class_is_not_there(
     foreign_runs: tuple[Path, Path],
 ) -> None:
     folder, _ = foreign_runs
-    (outcome,) = typed([(folder, ["checkpoint", "diff", "a", "b", "--json"])])
+    (outcome,) = run_commands([(folder, ["checkpoint", "diff", "a", "b", "--json"])])
     settings = json.loads(outcome.out)["settings"]
     assert settings["in force: lr"] == {"a": 5e-4, "b": 1e-3}
     assert settings["task"] == {"a": "notes:Task", "b": "b.notes:Task"}

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from sized import sized
+from sized import spec_for_tokens
 
 from instar.config.sections import PlateauTrigger, ScheduledOperation, When
 from instar.growth.operators import OPERATORS
@@ -26,7 +26,7 @@ def forecast_of(config: Path | None, *options: str) -> Forecast:
     data = loaded_config.config.data
     vocabulary = data.vocab_size if data.tokenizer == "bpe" else 256
     return checked_forecast(
-        loaded_config, sized(loaded_config.config, 10**7, vocabulary), world_size=2
+        loaded_config, spec_for_tokens(loaded_config.config, 10**7, vocabulary), world_size=2
     )
 
 

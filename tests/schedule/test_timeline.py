@@ -9,7 +9,7 @@ import figures
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sized import sized
+from sized import spec_for_tokens
 
 from instar.config.budget import parse_budget
 from instar.config.language import LanguageConfig
@@ -46,7 +46,7 @@ def config(schedule: list[dict[str, Any]], **changes: Any) -> LanguageConfig:
 
 def foretold(run: LanguageConfig) -> tuple[list[int | None], list[int | None]]:
     """First and last steps of the operations."""
-    stages = forecast(run, sized(run, TOKENS, VOCABULARY), world_size=1).stages[1:]
+    stages = forecast(run, spec_for_tokens(run, TOKENS, VOCABULARY), world_size=1).stages[1:]
     return [stage.first_step for stage in stages], [stage.latest_step for stage in stages]
 
 
@@ -249,7 +249,7 @@ def test_growth_waits_until_a_mask_is_open_in_full() -> None:
 def test_a_larger_batch_brings_a_token_budget_s_end_nearer() -> None:
     schedule = [{"name": "change_batch_size", "value": 2, "when": {"at_fraction": 0.5}}]
     run = config(schedule, train={"until": ["3200tok"], "batch_size": 4})
-    run_forecast = forecast(run, sized(run, TOKENS, VOCABULARY), world_size=1)
+    run_forecast = forecast(run, spec_for_tokens(run, TOKENS, VOCABULARY), world_size=1)
     assert run_forecast.stages[1].first_step == 40
     assert run_forecast.early is not None
     assert (run_forecast.early.steps, run_forecast.early.tokens) == (60, 3200)
@@ -347,7 +347,7 @@ def test_a_branch_moves_no_operation_of_its_trunk(
     assert steps == simulated_steps(config(schedule, **how), hopeful=True)
     if branch_step is None:
         with pytest.raises(ScheduleError, match="cannot begin: the run ends"):
-            forecast(run, sized(run, TOKENS, VOCABULARY), world_size=1)
+            forecast(run, spec_for_tokens(run, TOKENS, VOCABULARY), world_size=1)
     else:
         early, _ = foretold(run)
         assert [early.pop(place), early] == [branch_step, steps]

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from browser import Watched, chromium, watched
-from drawn import evaluated, falling, read_run, train
-from opened import drawn
+from browser import Watched, chromium, watch_page
+from drawn import eval_event, falling, read_run, train
+from opened import wait_for_frame
 from playwright.sync_api import expect
 
 from instar.extensions.board.curves import chart_data
@@ -26,7 +26,7 @@ MEAN = """([runs, metric, axis, weight]) => {
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[Watched]:
-    with chromium() as browser, watched(browser) as chromium_session:
+    with chromium() as browser, watch_page(browser) as chromium_session:
         yield chromium_session
 
 
@@ -39,7 +39,7 @@ def show_report(session: Watched, path: Path, text: str) -> None:
     file.write_text(text)
     session.page.goto(file.as_uri())
     session.page.wait_for_selector(".chart canvas")
-    drawn(session.page)
+    wait_for_frame(session.page)
 
 
 def on_page(session: Watched, records: Sequence[RunRecord], points: int, *how: Any) -> Any:
@@ -63,7 +63,7 @@ def test_a_page_draws_the_mean_and_band_of_the_command_line(
             tmp_path / str(seed),
             [
                 *(train(n, rng.normal(3, 0.2), wall_s=n * pace) for n in range(1, last, every)),
-                *([evaluated(last, 2.5 + seed)] if seed else []),
+                *([eval_event(last, 2.5 + seed)] if seed else []),
             ],
             config(seed),
         )
@@ -129,7 +129,7 @@ def test_a_report_shows_runs_or_means_with_their_operations(
     mark_count = panel.locator(".ic-mark.ic-operation").count()
     runs_picture = page.evaluate("document.querySelector('canvas').toDataURL()")
     switch.select_option("mean and band")
-    drawn(page)
+    wait_for_frame(page)
     losses = [text for text in keys.all_inner_texts() if not text.endswith("val/loss")]
     assert losses == [
         "rates lr=0.1 (3 seeds) loss",
@@ -140,18 +140,18 @@ def test_a_report_shows_runs_or_means_with_their_operations(
     assert means != runs_picture
     assert panel.locator(".ic-mark.ic-operation").count() == mark_count > 0
     page.get_by_label("Over", exact=True).select_option("tokens")
-    drawn(page)
+    wait_for_frame(page)
     panel.locator(".u-over").hover()
     tip = panel.locator(".ic-tip")
     expect(tip).to_contain_text("tokens")
     assert sum(" ± " in text for text in tip.locator("b").all_inner_texts()) == 4
     keys.first.click()
-    drawn(page)
+    wait_for_frame(page)
     expect(keys.first).to_have_attribute("aria-pressed", "false")
     page.mouse.move(0, 0)
     switch.select_option("runs")
     page.get_by_label("Over", exact=True).select_option("step")
-    drawn(page)
+    wait_for_frame(page)
     assert page.evaluate("document.querySelector('canvas').toDataURL()") == runs_picture
     assert session.errors == []
 

@@ -9,11 +9,11 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-from browser import chromium, watched
-from dashboards import dashboard, served
-from opened import PANEL, drawn, expect_points, opened, picture, walked
+from browser import chromium, watch_page
+from dashboards import dashboard, serve_dashboard
+from opened import PANEL, expect_points, open_dashboard, picture, tab_through, wait_for_frame
 from playwright.sync_api import Browser, expect
-from recorded import make_run, started, train
+from recorded import make_run, start_event, train
 
 from instar.extensions.board import PLACES
 from instar.record.events import Alert, Branched, Eval, Saved, encode_event
@@ -40,12 +40,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(folder: Path) -> Iterator[str]:
-    with served(folder) as url:
+    with serve_dashboard(folder) as url:
         yield url
 
 
 def test_the_latest_run_is_shown_with_its_losses(browser: Browser, address: str) -> None:
-    with opened(browser, address) as session:
+    with open_dashboard(browser, address) as session:
         page = session.page
         expect(page.locator("#chosen .name")).to_have_text("grow-aaaaa")
         expect_points(page, "loss", 40)
@@ -64,7 +64,7 @@ def test_a_run_that_nothing_was_trained_in_is_stopped_and_not_what_is_shown_firs
     imported_run.path.mkdir()
     imported_run.config.write_text("name: imported\n")
     imported_run.await_start()
-    with served(tmp_path) as address, opened(browser, address) as session:
+    with serve_dashboard(tmp_path) as address, open_dashboard(browser, address) as session:
         expect(session.page.locator("#chosen .name")).to_have_text("grow-aaaaa")
         session.page.locator("#runs").get_by_text("imported").first.click()
         expect(session.page.locator("#chosen .name")).to_have_text("imported")
@@ -76,8 +76,8 @@ def test_a_point_that_is_recorded_is_drawn_and_nothing_is_asked_for_again(
 ) -> None:
     run = make_run(tmp_path, "live-lllll")
     with (
-        served(tmp_path) as address,
-        opened(browser, address) as session,
+        serve_dashboard(tmp_path) as address,
+        open_dashboard(browser, address) as session,
         Recorder(run.events) as record,
     ):
         page = session.page
@@ -91,7 +91,7 @@ def test_a_point_that_is_recorded_is_drawn_and_nothing_is_asked_for_again(
         expect_points(page, "val/loss", 5)
         expect(page.locator(f"{PANEL.format('loss')} .last")).to_have_text("3")
         expect(page.locator("#figures")).to_contain_text("Step60")
-        drawn(page)
+        wait_for_frame(page)
         assert picture(page, "loss") != before
         expect(page.locator("#runs .facts")).to_contain_text("step 60")
         assert len(session.requests) == request_count
@@ -100,12 +100,12 @@ def test_a_point_that_is_recorded_is_drawn_and_nothing_is_asked_for_again(
 def test_a_resume_masks_what_it_supersedes(browser: Browser, tmp_path: Path) -> None:
     run = make_run(tmp_path, "again-aaaaa", steps=20)
     with (
-        served(tmp_path) as address,
-        opened(browser, address) as session,
+        serve_dashboard(tmp_path) as address,
+        open_dashboard(browser, address) as session,
         Recorder(run.events) as record,
     ):
         expect_points(session.page, "loss", 20)
-        record.write(started(10, "step-10"))
+        record.write(start_event(10, "step-10"))
         expect_points(session.page, "loss", 10)
         for step in (11, 12, 13):
             record.write(train(step, 2.0))
@@ -121,18 +121,18 @@ def test_a_resume_from_another_branch_has_the_curves_read_anew_once(
     run = make_run(tmp_path, "branch-aaaaa", steps=20)
     with Recorder(run.events) as record:
         record.write(Saved(step=20, path="checkpoints/step-20"))
-        record.write(started(10, "step-10"))
+        record.write(start_event(10, "step-10"))
         record.write(train(11, 2.0))
     with (
-        served(tmp_path) as address,
-        opened(browser, address) as session,
+        serve_dashboard(tmp_path) as address,
+        open_dashboard(browser, address) as session,
         Recorder(run.events) as record,
     ):
         expect_points(session.page, "loss", 11)
         record.write(train(12, 2.0))
         expect_points(session.page, "loss", 12)
         curve_requests = sum("metric=loss" in url and "curves" in url for url in session.urls())
-        record.write(started(20, "step-20"))
+        record.write(start_event(20, "step-20"))
         expect_points(session.page, "loss", 20)
         record.write(train(21, 1.0))
         expect_points(session.page, "loss", 21)
@@ -141,16 +141,16 @@ def test_a_resume_from_another_branch_has_the_curves_read_anew_once(
         )
         assert later_curve_requests == curve_requests + 1
         expect(session.page.locator(".ic-mark.ic-resume").first).to_be_attached()
-        drawn(session.page)
+        wait_for_frame(session.page)
         live = picture(session.page, "loss")
         session.page.reload()
         expect_points(session.page, "loss", 21)
-        drawn(session.page)
+        wait_for_frame(session.page)
         assert picture(session.page, "loss") == live
 
 
 def test_runs_are_found_by_words_and_states(browser: Browser, address: str) -> None:
-    with opened(browser, address) as session:
+    with open_dashboard(browser, address) as session:
         page = session.page
         expect(page.locator("#runs li")).to_have_count(2)
         page.keyboard.press("/")
@@ -170,7 +170,7 @@ def test_runs_are_found_by_words_and_states(browser: Browser, address: str) -> N
 def test_runs_are_laid_over_each_other_and_keep_their_colours(
     browser: Browser, address: str
 ) -> None:
-    with opened(browser, address, "runs=grow-aaaaa") as session:
+    with open_dashboard(browser, address, "runs=grow-aaaaa") as session:
         page = session.page
         expect_points(page, "loss", 40)
         page.get_by_label("Show small-bbbbb").check()
@@ -191,7 +191,7 @@ def test_runs_are_laid_over_each_other_and_keep_their_colours(
 
 
 def test_what_is_chosen_is_kept_in_the_address(browser: Browser, address: str) -> None:
-    with opened(browser, address) as session:
+    with open_dashboard(browser, address) as session:
         page = session.page
         page.get_by_label("Show small-bbbbb").check()
         page.get_by_label("Over", exact=True).select_option("tokens")
@@ -200,7 +200,7 @@ def test_what_is_chosen_is_kept_in_the_address(browser: Browser, address: str) -
         page.get_by_label("Add a metric").select_option("lr")
         expect_points(page, "lr", 60)
         page.get_by_label("Remove val/loss").click()
-        with watched(browser) as other:
+        with watch_page(browser) as other:
             other.page.goto(address + page.url[page.url.index("#") :])
             expect_points(other.page, "lr", 60)
             expect(other.page.locator(".panel")).to_have_count(2)
@@ -213,7 +213,9 @@ def test_what_is_chosen_is_kept_in_the_address(browser: Browser, address: str) -
 
 
 def test_a_metric_of_which_nothing_is_known_is_no_error(browser: Browser, address: str) -> None:
-    with opened(browser, address, "metrics=loss,a%252Cb,nothing&runs=grow-aaaaa,gone") as session:
+    with open_dashboard(
+        browser, address, "metrics=loss,a%252Cb,nothing&runs=grow-aaaaa,gone"
+    ) as session:
         expect_points(session.page, "loss", 40)
         expect(session.page.locator(f"{PANEL.format('nothing')} .none")).to_have_text(
             "not measured"
@@ -222,7 +224,7 @@ def test_a_metric_of_which_nothing_is_known_is_no_error(browser: Browser, addres
 
 
 def test_an_operation_is_explained_where_the_pointer_is(browser: Browser, address: str) -> None:
-    with opened(browser, address, "runs=grow-aaaaa") as session:
+    with open_dashboard(browser, address, "runs=grow-aaaaa") as session:
         mark = session.page.locator(f"{PANEL.format('loss')} .ic-mark.ic-operation")
         mark.hover()
         tip = session.page.locator(f"{PANEL.format('loss')} .ic-tip")
@@ -234,7 +236,7 @@ def test_an_operation_is_explained_where_the_pointer_is(browser: Browser, addres
 
 
 def test_the_views_tell_of_one_run(browser: Browser, address: str) -> None:
-    with opened(browser, address, "runs=grow-aaaaa,small-bbbbb") as session:
+    with open_dashboard(browser, address, "runs=grow-aaaaa,small-bbbbb") as session:
         page = session.page
         page.get_by_role("tab", name="Stages").click()
         expect(page.locator("td.changed")).to_have_text("32")
@@ -261,7 +263,7 @@ def test_the_views_tell_of_one_run(browser: Browser, address: str) -> None:
 
 
 def test_a_log_is_followed(browser: Browser, address: str, folder: Path) -> None:
-    with opened(browser, address, "runs=small-bbbbb&tab=logs") as session:
+    with open_dashboard(browser, address, "runs=small-bbbbb&tab=logs") as session:
         lines = session.page.locator(".log div")
         expect(lines).to_have_count(1)
         with RunDir(folder / "small-bbbbb").log(0).open("a") as log:
@@ -276,8 +278,8 @@ def test_a_log_is_followed(browser: Browser, address: str, folder: Path) -> None
 def test_runs_appear_change_and_go(browser: Browser, tmp_path: Path) -> None:
     folder = tmp_path / "none yet"
     with (
-        served(folder) as address,
-        opened(browser, address) as session,
+        serve_dashboard(folder) as address,
+        open_dashboard(browser, address) as session,
     ):
         page = session.page
         expect(page.locator("#view")).to_contain_text("No run yet")
@@ -295,7 +297,7 @@ def test_runs_appear_change_and_go(browser: Browser, tmp_path: Path) -> None:
 
 def test_the_state_follows_the_process_that_trains(browser: Browser, tmp_path: Path) -> None:
     run = make_run(tmp_path, "held-hhhhh", steps=5)
-    with served(tmp_path) as address, opened(browser, address) as session:
+    with serve_dashboard(tmp_path) as address, open_dashboard(browser, address) as session:
         badge = session.page.locator("#runs .badge")
         expect(badge).to_have_text("crashed")
         with hold(run), Recorder(run.events) as record:
@@ -340,7 +342,7 @@ def opened_twice(browser: Browser, folder: Path) -> Iterator[tuple]:
         def start() -> None:
             stack.enter_context(dashboard(folder, "--port", port, *token))
 
-        with opened(browser, address, errors=True) as session:
+        with open_dashboard(browser, address, errors=True) as session:
             yield session, kill, start
 
 
@@ -354,8 +356,8 @@ def test_hostile_names_are_only_ever_text(browser: Browser, tmp_path: Path) -> N
     run.log(0).write_text(markup + "\n")
     run.config.write_text(markup)
     with (
-        served(tmp_path) as address,
-        opened(browser, address) as session,
+        serve_dashboard(tmp_path) as address,
+        open_dashboard(browser, address) as session,
     ):
         page = session.page
         expect(page.locator("#chosen .name")).to_have_text(name)
@@ -380,8 +382,8 @@ def test_broken_records_are_listed_with_their_reason(browser: Browser, tmp_path:
     (tmp_path / "empty-eeeee" / "events.jsonl").touch()
     hash_ = "runs=good-ggggg,bad-bbbbb,empty-eeeee"
     with (
-        served(tmp_path) as address,
-        opened(browser, address, hash_) as session,
+        serve_dashboard(tmp_path) as address,
+        open_dashboard(browser, address, hash_) as session,
     ):
         expect(session.page.locator("#runs li")).to_have_count(3)
         expect_points(session.page, "loss", 5)
@@ -394,7 +396,7 @@ def test_broken_records_are_listed_with_their_reason(browser: Browser, tmp_path:
 def test_the_page_is_light_or_dark_as_the_machine_or_its_user_is(
     browser: Browser, address: str, scheme: str
 ) -> None:
-    with opened(browser, address, scheme=scheme) as session:
+    with open_dashboard(browser, address, scheme=scheme) as session:
         page = session.page
 
         def lightness() -> float:
@@ -412,7 +414,7 @@ def test_the_page_is_light_or_dark_as_the_machine_or_its_user_is(
 
 
 def test_a_phone_has_room_for_it(browser: Browser, address: str) -> None:
-    with opened(browser, address, width=375, height=667) as session:
+    with open_dashboard(browser, address, width=375, height=667) as session:
         page = session.page
         expect_points(page, "loss", 40)
         expect(page.locator("#side")).to_be_hidden()
@@ -427,7 +429,7 @@ def test_a_phone_has_room_for_it(browser: Browser, address: str) -> None:
 
 
 def test_the_list_is_walked_by_keyboard(browser: Browser, address: str) -> None:
-    with opened(browser, address) as session:
+    with open_dashboard(browser, address) as session:
         page = session.page
         page.select_option("#sort", "name")
         page.locator("#runs button.run").first.focus()
@@ -441,7 +443,7 @@ def test_the_list_is_walked_by_keyboard(browser: Browser, address: str) -> None:
 
 
 def test_everything_that_is_used_has_a_name(browser: Browser, address: str) -> None:
-    with opened(browser, address) as session:
+    with open_dashboard(browser, address) as session:
         for tab in (*VIEWS, "Curves"):
             session.page.get_by_role("tab", name=tab).click()
             expect(session.page.locator("#view")).not_to_be_empty()
@@ -454,21 +456,21 @@ def test_everything_that_is_used_has_a_name(browser: Browser, address: str) -> N
 
 
 def test_everything_is_reached_by_tab_and_seen_where_it_is(browser: Browser, address: str) -> None:
-    with opened(browser, address, "runs=grow-aaaaa") as session:
+    with open_dashboard(browser, address, "runs=grow-aaaaa") as session:
         expect_points(session.page, "loss", 40)
         expect(session.page.locator(".ic-mark").first).to_be_attached()
-        assert walked(session.page) == []
+        assert tab_through(session.page) == []
 
 
 def test_nothing_moves_when_points_arrive(browser: Browser, tmp_path: Path) -> None:
     run = make_run(tmp_path, "still-sssss", steps=5)
     with (
-        served(tmp_path) as address,
-        opened(browser, address) as session,
+        serve_dashboard(tmp_path) as address,
+        open_dashboard(browser, address) as session,
         Recorder(run.events) as record,
     ):
         expect_points(session.page, "loss", 5)
-        drawn(session.page)
+        wait_for_frame(session.page)
         session.page.evaluate(
             """() => {
               window.moved = [];
@@ -485,7 +487,7 @@ def test_nothing_moves_when_points_arrive(browser: Browser, tmp_path: Path) -> N
         expect_points(session.page, "val/loss", 1)
         expect(session.page.locator(".ic-mark.ic-alert").first).to_be_attached()
         expect(session.page.locator("#runs .facts")).to_contain_text("step 40")
-        drawn(session.page)
+        wait_for_frame(session.page)
         assert session.page.evaluate("window.moved") == []
 
 
@@ -502,7 +504,7 @@ def test_the_page_loads_every_script_and_style_sheet_that_there_is() -> None:
 def test_a_token_becomes_a_cookie_and_leaves_the_address(browser: Browser, folder: Path) -> None:
     with (
         dashboard(folder, "--port", "0", "--token", "abc") as (address, _),
-        watched(browser, fresh=True) as session,
+        watch_page(browser, fresh=True) as session,
     ):
         session.page.goto(f"{address}#tab=logs")
         expect(session.page.locator("#link")).to_have_text("live")
@@ -523,7 +525,7 @@ def test_branches_are_listed_below_their_trunk(browser: Browser, tmp_path: Path)
             place = {"checkpoint": f"step-{step}", "iters": 2, "decay": 2}
             first = Branched(name=branch, parent="trunk", step=step, **place)
             run.events.write_bytes(encode_event(first, 0.0, 0) + run.events.read_bytes())
-    with served(tmp_path) as address, opened(browser, address) as session:
+    with serve_dashboard(tmp_path) as address, open_dashboard(browser, address) as session:
         session.page.locator("#sort").select_option("name")
         names = session.page.locator("#runs .name")
         expect(names).to_have_text(["other", "trunk", "└ trunk.early", "└ trunk.late"])
