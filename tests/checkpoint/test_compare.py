@@ -23,55 +23,55 @@ def save(root: Path, tensors: dict[str, Tensor], **components: dict[str, Tensor]
 
 
 @pytest.fixture
-def whole(tmp_path: Path) -> Path:
+def checkpoint(tmp_path: Path) -> Path:
     weights = {"w": torch.randn(64, 64), "b": torch.randn(64)}
     return save(tmp_path, weights, optimizer={"w/exp_avg": torch.zeros(64, 64)})
 
 
-def test_a_whole_checkpoint_is_said_to_be(whole: Path) -> None:
-    found = verify_checkpoint(whole)
-    assert (found.broken, found.extra_files) == ((), ())
-    files = [path for path in whole.iterdir() if path.name != "manifest.json"]
-    assert found.size_bytes == sum(path.stat().st_size for path in files)
-    assert found.bytes_per_s == found.size_bytes / found.seconds
+def test_a_whole_checkpoint_is_said_to_be(checkpoint: Path) -> None:
+    report = verify_checkpoint(checkpoint)
+    assert (report.broken, report.extra_files) == ((), ())
+    files = [path for path in checkpoint.iterdir() if path.name != "manifest.json"]
+    assert report.size_bytes == sum(path.stat().st_size for path in files)
+    assert report.bytes_per_s == report.size_bytes / report.seconds
 
 
-def test_every_broken_file_is_named_not_only_the_first(whole: Path) -> None:
-    content = bytearray((whole / "model.safetensors").read_bytes())
+def test_every_broken_file_is_named_not_only_the_first(checkpoint: Path) -> None:
+    content = bytearray((checkpoint / "model.safetensors").read_bytes())
     content[-1] ^= 1
-    (whole / "model.safetensors").write_bytes(content)
-    (whole / "optimizer.safetensors").unlink()
-    (whole / "state.json").write_bytes(b"")
-    found = verify_checkpoint(whole).broken
-    assert len(found) == 3
+    (checkpoint / "model.safetensors").write_bytes(content)
+    (checkpoint / "optimizer.safetensors").unlink()
+    (checkpoint / "state.json").write_bytes(b"")
+    faults = verify_checkpoint(checkpoint).broken
+    assert len(faults) == 3
     for name, wrong in [
         ("model.safetensors", "its checksum does not match"),
         ("optimizer.safetensors", "missing"),
         ("state.json", "0 bytes, but"),
     ]:
-        assert any(name in fault and wrong in fault for fault in found)
+        assert any(name in fault and wrong in fault for fault in faults)
 
 
-def test_files_that_change_places_are_found(whole: Path) -> None:
-    a, b = whole / "model.safetensors", whole / "optimizer.safetensors"
-    a.rename(whole / "aside")
+def test_files_that_change_places_are_found(checkpoint: Path) -> None:
+    a, b = checkpoint / "model.safetensors", checkpoint / "optimizer.safetensors"
+    a.rename(checkpoint / "aside")
     b.rename(a)
-    (whole / "aside").rename(b)
-    assert len(verify_checkpoint(whole).broken) == 2
+    (checkpoint / "aside").rename(b)
+    assert len(verify_checkpoint(checkpoint).broken) == 2
 
 
-def test_a_broken_manifest_is_the_one_fault(whole: Path) -> None:
-    manifest = (whole / "manifest.json").read_text().replace('"step": 5', '"step": 6')
-    (whole / "manifest.json").write_text(manifest)
-    (fault,) = verify_checkpoint(whole).broken
+def test_a_broken_manifest_is_the_one_fault(checkpoint: Path) -> None:
+    manifest = (checkpoint / "manifest.json").read_text().replace('"step": 5', '"step": 6')
+    (checkpoint / "manifest.json").write_text(manifest)
+    (fault,) = verify_checkpoint(checkpoint).broken
     assert "manifest.json: content has changed" in fault
 
 
-def test_a_file_that_nobody_saved_is_pointed_out(whole: Path) -> None:
-    (whole / "rng").mkdir()
-    (whole / "rng/rank-9.safetensors").touch()
-    found = verify_checkpoint(whole)
-    assert (found.broken, found.extra_files) == ((), ("rng/rank-9.safetensors",))
+def test_a_file_that_nobody_saved_is_pointed_out(checkpoint: Path) -> None:
+    (checkpoint / "rng").mkdir()
+    (checkpoint / "rng/rank-9.safetensors").touch()
+    report = verify_checkpoint(checkpoint)
+    assert (report.broken, report.extra_files) == ((), ("rng/rank-9.safetensors",))
 
 
 @pytest.mark.parametrize(
@@ -92,15 +92,15 @@ def test_a_file_that_nobody_saved_is_pointed_out(whole: Path) -> None:
         "model\x00.safetensors",
     ],
 )
-def test_a_manifest_names_no_files_but_those_of_a_checkpoint(whole: Path, name: str) -> None:
-    manifest = read_manifest(whole)
+def test_a_manifest_names_no_files_but_those_of_a_checkpoint(checkpoint: Path, name: str) -> None:
+    manifest = read_manifest(checkpoint)
     files = manifest.files | {name: FileEntry(0, "", "REPLICATED")}
     text = encode_manifest(msgspec.structs.replace(manifest, files=files))
-    (whole / "manifest.json").write_bytes(text)
-    (fault,) = verify_checkpoint(whole).broken
+    (checkpoint / "manifest.json").write_bytes(text)
+    (fault,) = verify_checkpoint(checkpoint).broken
     assert f"{name!r} is not the name of a file" in fault
     with pytest.raises(CheckpointError, match="is not the name of a file"):
-        compare_tensors(whole, whole)
+        compare_tensors(checkpoint, checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -114,31 +114,33 @@ def test_a_manifest_names_no_files_but_those_of_a_checkpoint(whole: Path, name: 
         ("files", {"model.safetensors": FileEntry(10**4000, "", "REPLICATED")}),
     ],
 )
-def test_a_number_that_no_checkpoint_has_is_a_fault(whole: Path, field: str, value: object) -> None:
-    manifest = read_manifest(whole)
+def test_a_number_that_no_checkpoint_has_is_a_fault(
+    checkpoint: Path, field: str, value: object
+) -> None:
+    manifest = read_manifest(checkpoint)
     text = encode_manifest(msgspec.structs.replace(manifest, **{field: value}))
-    (whole / "manifest.json").write_bytes(text)
-    assert ["not a manifest" in fault for fault in verify_checkpoint(whole).broken] == [True]
+    (checkpoint / "manifest.json").write_bytes(text)
+    assert ["not a manifest" in fault for fault in verify_checkpoint(checkpoint).broken] == [True]
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", ["model.safetensors", "state.json", "manifest.json"])
 @pytest.mark.parametrize("kind", ["pipe", "device", "link"])
 def test_a_file_of_a_checkpoint_that_is_no_file_is_a_fault(
-    whole: Path, tmp_path: Path, name: str, kind: str
+    checkpoint: Path, tmp_path: Path, name: str, kind: str
 ) -> None:
-    path = whole / name
+    path = checkpoint / name
     path.rename(tmp_path / "mine")
     if kind == "pipe":
         os.mkfifo(path)
     else:
         path.symlink_to("/dev/zero" if kind == "device" else tmp_path / "mine")
-    (fault,) = verify_checkpoint(whole).broken
+    (fault,) = verify_checkpoint(checkpoint).broken
     assert str(path) in fault
     with pytest.raises(CheckpointError, match=re.escape(name)):
-        load_checkpoint(whole)
+        load_checkpoint(checkpoint)
     with pytest.raises(CheckpointError, match=re.escape(name)):
-        load_checkpoint(whole, check=False).tensors()
+        load_checkpoint(checkpoint, check=False).tensors()
 
 
 def test_tensors_are_same_changed_or_only_in_one(tmp_path: Path) -> None:
@@ -150,8 +152,8 @@ def test_tensors_are_same_changed_or_only_in_one(tmp_path: Path) -> None:
     b |= {"only_b": shared}
     files = compare_tensors(save(tmp_path / "a", a), save(tmp_path / "b", b))
     assert list(files) == ["model.safetensors"]
-    found = {each.name: each for each in files["model.safetensors"]}
-    verdicts = {name: each.verdict for name, each in found.items()}
+    by_name = {tensor.name: tensor for tensor in files["model.safetensors"]}
+    verdicts = {name: tensor.verdict for name, tensor in by_name.items()}
     assert verdicts == {
         "same": "same",
         "moved": "changed",
@@ -160,13 +162,13 @@ def test_tensors_are_same_changed_or_only_in_one(tmp_path: Path) -> None:
         "turned": "changed",
         "only_b": "only_b",
     }
-    assert (found["turned"].max_abs, found["turned"].relative_l2) == (1.0, 1.0)
-    assert found["moved"].max_abs == 0.5
-    assert found["moved"].relative_l2 == pytest.approx(0.1)
-    assert (found["wider"].max_abs, found["wider"].relative_l2) == (None, None)
-    assert found["wider"].b is not None
-    assert found["wider"].b.shape == (2, 4)
-    assert found["only_a"].b is None
+    assert (by_name["turned"].max_abs, by_name["turned"].relative_l2) == (1.0, 1.0)
+    assert by_name["moved"].max_abs == 0.5
+    assert by_name["moved"].relative_l2 == pytest.approx(0.1)
+    assert (by_name["wider"].max_abs, by_name["wider"].relative_l2) == (None, None)
+    assert by_name["wider"].b is not None
+    assert by_name["wider"].b.shape == (2, 4)
+    assert by_name["only_a"].b is None
 
 
 def test_bits_decide_not_values(tmp_path: Path) -> None:
@@ -174,10 +176,10 @@ def test_bits_decide_not_values(tmp_path: Path) -> None:
     a = {"nan": nan, "zero": torch.tensor([0.0]), "half": torch.ones(2)}
     b = {"nan": nan, "zero": torch.tensor([-0.0]), "half": torch.ones(2, dtype=torch.bfloat16)}
     files = compare_tensors(save(tmp_path / "a", a), save(tmp_path / "b", b))
-    found = {each.name: each for each in files["model.safetensors"]}
-    assert found["nan"].verdict == "same"
-    assert (found["zero"].verdict, found["zero"].relative_l2) == ("changed", 0.0)
-    assert (found["half"].verdict, found["half"].max_abs) == ("changed", 0.0)
+    by_name = {tensor.name: tensor for tensor in files["model.safetensors"]}
+    assert by_name["nan"].verdict == "same"
+    assert (by_name["zero"].verdict, by_name["zero"].relative_l2) == ("changed", 0.0)
+    assert (by_name["half"].verdict, by_name["half"].max_abs) == ("changed", 0.0)
 
 
 @pytest.mark.parametrize(
@@ -192,21 +194,21 @@ def test_odd_distances(
     tmp_path: Path, a: Tensor, b: Tensor, max_abs: float, relative: float
 ) -> None:
     files = compare_tensors(save(tmp_path / "a", {"x": a}), save(tmp_path / "b", {"x": b}))
-    (found,) = files["model.safetensors"]
-    assert found.max_abs == pytest.approx(max_abs, nan_ok=True)
-    assert found.relative_l2 == pytest.approx(relative, nan_ok=True)
+    (difference,) = files["model.safetensors"]
+    assert difference.max_abs == pytest.approx(max_abs, nan_ok=True)
+    assert difference.relative_l2 == pytest.approx(relative, nan_ok=True)
 
 
 def test_a_component_that_only_one_has_is_all_its_own(tmp_path: Path) -> None:
     a = save(tmp_path / "a", {"w": torch.ones(2)}, ema={"w": torch.ones(2)})
     b = save(tmp_path / "b", {"w": torch.ones(2)})
-    found = compare_tensors(a, b)
-    assert [each.verdict for each in found["ema.safetensors"]] == ["only_a"]
-    assert [each.verdict for each in found["model.safetensors"]] == ["same"]
+    files = compare_tensors(a, b)
+    assert [tensor.verdict for tensor in files["ema.safetensors"]] == ["only_a"]
+    assert [tensor.verdict for tensor in files["model.safetensors"]] == ["same"]
 
 
-def test_a_torn_file_is_named(tmp_path: Path, whole: Path) -> None:
+def test_a_torn_file_is_named(tmp_path: Path, checkpoint: Path) -> None:
     other = save(tmp_path / "b", {"w": torch.ones(2)})
     (other / "model.safetensors").write_bytes(b"short")
     with pytest.raises(CheckpointError, match=r"step-5/model\.safetensors: not a safetensors file"):
-        compare_tensors(whole, other)
+        compare_tensors(checkpoint, other)

@@ -26,12 +26,12 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_types_shapes_and_sizes_are_read(file: Path) -> None:
-    found = read_header(file)
-    assert found["weight"] == TensorEntry("F32", (3, 4), 48)
-    assert found["half"] == TensorEntry("BF16", (2,), 4)
-    assert found["step"] == TensorEntry("I64", (), 8)
-    assert (found["step"].elements, found["none"].elements) == (1, 0)
-    assert found.keys() == {"weight", "half", "step", "none"}
+    entries = read_header(file)
+    assert entries["weight"] == TensorEntry("F32", (3, 4), 48)
+    assert entries["half"] == TensorEntry("BF16", (2,), 4)
+    assert entries["step"] == TensorEntry("I64", (), 8)
+    assert (entries["step"].elements, entries["none"].elements) == (1, 0)
+    assert entries.keys() == {"weight", "half", "step", "none"}
 
 
 @pytest.mark.parametrize(

@@ -29,18 +29,18 @@ SHARDS = 4
 
 def rows_of(shard: int) -> dict[str, torch.Tensor | SavedRows]:
     """What a rank of four saves: two rows of seven, one, or none; and what is not divided."""
-    found: dict[str, torch.Tensor | SavedRows] = {"count": COUNT}
+    tensors: dict[str, torch.Tensor | SavedRows] = {"count": COUNT}
     for name, tensor in WHOLE.items():
-        each = -(-len(tensor) // SHARDS)
-        first = min(len(tensor), shard * each)
-        found[name] = SavedRows(
-            tensor[first : first + each], first, tuple(tensor.shape), shard, SHARDS, saved=True
+        height = -(-len(tensor) // SHARDS)
+        first = min(len(tensor), shard * height)
+        tensors[name] = SavedRows(
+            tensor[first : first + height], first, tuple(tensor.shape), shard, SHARDS, saved=True
         )
-    return found
+    return tensors
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Checkpoint:
+def checkpoint(tmp_path: Path) -> Checkpoint:
     """Four ranks write, one after another, and the first publishes what all have written."""
     writers = [CheckpointWriter(tmp_path, 3) for _ in range(SHARDS)]
     writers[0].open()
@@ -52,16 +52,18 @@ def saved(tmp_path: Path) -> Checkpoint:
     return load_checkpoint(path)
 
 
-def test_every_rank_has_a_file_with_its_rows(saved: Checkpoint) -> None:
-    files = {name: entry for name, entry in saved.manifest.files.items() if name != "state.json"}
+def test_every_rank_has_a_file_with_its_rows(checkpoint: Checkpoint) -> None:
+    files = {
+        name: entry for name, entry in checkpoint.manifest.files.items() if name != "state.json"
+    }
     assert list(files) == [f"model/{shard}-of-4.safetensors" for shard in range(SHARDS)]
     assert {entry.pattern for entry in files.values()} == {"SHARDED"}
     assert files["model/3-of-4.safetensors"].parts == {
         "weight": Part(6, 7, (7, 3)),
         "bias": Part(6, 7, (7,)),
     }
-    assert saved.components == ("model",)
-    entries = saved.layout("model").entries
+    assert checkpoint.components == ("model",)
+    entries = checkpoint.layout("model").entries
     assert {name: entry.shape for name, entry in entries.items()} == {
         "weight": (7, 3),
         "bias": (7,),
@@ -70,13 +72,13 @@ def test_every_rank_has_a_file_with_its_rows(saved: Checkpoint) -> None:
     }
 
 
-def test_any_rows_are_read_from_whatever_files_have_them(saved: Checkpoint) -> None:
-    with saved.reading("model") as read:
+def test_any_rows_are_read_from_whatever_files_have_them(checkpoint: Checkpoint) -> None:
+    with checkpoint.reading("model") as read:
         for first in range(8):
             for last in range(first, 8):
                 assert torch.equal(read.rows("weight", first, last), WHOLE["weight"][first:last])
-    assert all(torch.equal(saved.tensors("model")[name], WHOLE[name]) for name in WHOLE)
-    assert saved.tensors("model")["count"] == 5
+    assert all(torch.equal(checkpoint.tensors("model")[name], WHOLE[name]) for name in WHOLE)
+    assert checkpoint.tensors("model")["count"] == 5
 
 
 def test_a_replica_saves_nothing(tmp_path: Path) -> None:
@@ -90,23 +92,23 @@ def test_a_replica_saves_nothing(tmp_path: Path) -> None:
     assert writer.files == {}
 
 
-def test_damage_is_found_by_name(saved: Checkpoint) -> None:
-    file = saved.path / "model" / "2-of-4.safetensors"
+def test_damage_is_found_by_name(checkpoint: Checkpoint) -> None:
+    file = checkpoint.path / "model" / "2-of-4.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    (broken,) = verify_checkpoint(saved.path).broken
+    (broken,) = verify_checkpoint(checkpoint.path).broken
     assert "model/2-of-4.safetensors: content has changed" in broken
 
 
-def changed(saved: Checkpoint, file: str, parts: Mapping[str, Part]) -> Manifest:
-    entry = msgspec.structs.replace(saved.manifest.files[file], parts=dict(parts))
-    files = {**saved.manifest.files, file: entry}
-    return msgspec.structs.replace(saved.manifest, files=files)
+def with_parts(checkpoint: Checkpoint, file: str, parts: Mapping[str, Part]) -> Manifest:
+    entry = msgspec.structs.replace(checkpoint.manifest.files[file], parts=dict(parts))
+    files = {**checkpoint.manifest.files, file: entry}
+    return msgspec.structs.replace(checkpoint.manifest, files=files)
 
 
 @pytest.mark.parametrize(
-    ("part", "said"),
+    ("part", "message"),
     [
         (Part(3, 5, (7, 3)), "row 2 of weight is missing"),
         (Part(1, 3, (7, 3)), "row 1 of weight is also in model/1-of-4"),
@@ -117,16 +119,18 @@ def changed(saved: Checkpoint, file: str, parts: Mapping[str, Part]) -> Manifest
     ],
 )
 def test_what_a_manifest_says_of_rows_is_not_trusted(
-    saved: Checkpoint, part: Part, said: str
+    checkpoint: Checkpoint, part: Part, message: str
 ) -> None:
     file = "model/1-of-4.safetensors"
-    parts = saved.manifest.files[file].parts
-    with pytest.raises(CheckpointError, match=said):
-        component_layout(saved.path, changed(saved, file, {**parts, "weight": part}), "model")
+    parts = checkpoint.manifest.files[file].parts
+    with pytest.raises(CheckpointError, match=message):
+        component_layout(
+            checkpoint.path, with_parts(checkpoint, file, {**parts, "weight": part}), "model"
+        )
 
 
 @pytest.mark.parametrize(
-    ("lost", "added", "said"),
+    ("missing", "extra", "message"),
     [
         ("model/3-of-4", "", "model/3-of-4.safetensors: not in the manifest"),
         ("model/0-of-4", "model", "model/0-of-4.safetensors: not in the manifest"),
@@ -138,49 +142,56 @@ def test_what_a_manifest_says_of_rows_is_not_trusted(
     ],
 )
 def test_a_missing_file_and_one_too_many_are_named(
-    saved: Checkpoint, lost: str, added: str, said: str
+    checkpoint: Checkpoint, missing: str, extra: str, message: str
 ) -> None:
-    files = dict(saved.manifest.files)
-    if added:
-        files[f"{added}.safetensors"] = files["model/3-of-4.safetensors"]
-    files.pop(f"{lost}.safetensors", None)
-    with pytest.raises(CheckpointError, match=said):
-        component_layout(saved.path, msgspec.structs.replace(saved.manifest, files=files), "model")
+    files = dict(checkpoint.manifest.files)
+    if extra:
+        files[f"{extra}.safetensors"] = files["model/3-of-4.safetensors"]
+    files.pop(f"{missing}.safetensors", None)
+    with pytest.raises(CheckpointError, match=message):
+        component_layout(
+            checkpoint.path, msgspec.structs.replace(checkpoint.manifest, files=files), "model"
+        )
 
 
 @pytest.mark.parametrize("name", ["model/../x", "model/..", "/etc/passwd", "model/0-of-4/x", "m/0"])
-def test_no_path_leads_out_of_the_folder(saved: Checkpoint, name: str) -> None:
-    files = {**saved.manifest.files, name: saved.manifest.files["model/0-of-4.safetensors"]}
-    claimed = msgspec.structs.replace(saved.manifest, files=files)
-    (saved.path / "manifest.json").write_bytes(encode_manifest(claimed))
+def test_no_path_leads_out_of_the_folder(checkpoint: Checkpoint, name: str) -> None:
+    files = {
+        **checkpoint.manifest.files,
+        name: checkpoint.manifest.files["model/0-of-4.safetensors"],
+    }
+    manifest = msgspec.structs.replace(checkpoint.manifest, files=files)
+    (checkpoint.path / "manifest.json").write_bytes(encode_manifest(manifest))
     with pytest.raises(CheckpointError, match="is not the name of a file of a checkpoint"):
-        load_checkpoint(saved.path)
+        load_checkpoint(checkpoint.path)
 
 
-def test_a_link_in_place_of_a_file_is_not_followed(saved: Checkpoint) -> None:
-    file = saved.path / "model" / "1-of-4.safetensors"
-    file.rename(saved.path.parent / "elsewhere")
-    file.symlink_to(saved.path.parent / "elsewhere")
+def test_a_link_in_place_of_a_file_is_not_followed(checkpoint: Checkpoint) -> None:
+    file = checkpoint.path / "model" / "1-of-4.safetensors"
+    file.rename(checkpoint.path.parent / "elsewhere")
+    file.symlink_to(checkpoint.path.parent / "elsewhere")
     with pytest.raises(CheckpointError, match=r"model/1-of-4\.safetensors: a symbolic link"):
-        load_checkpoint(saved.path)
-    with pytest.raises(CheckpointError, match="1-of-4"), saved.reading("model") as read:
+        load_checkpoint(checkpoint.path)
+    with pytest.raises(CheckpointError, match="1-of-4"), checkpoint.reading("model") as read:
         read.rows("weight", 2, 3)
 
 
-def test_rows_that_a_header_only_claims_are_not_allocated(saved: Checkpoint) -> None:
+def test_rows_that_a_header_only_claims_are_not_allocated(checkpoint: Checkpoint) -> None:
     rows, last = 1 << 62, "model/3-of-4.safetensors"
     header = {"bias": TensorEntry("F32", (1,), 4), "weight": TensorEntry("F32", (rows - 6, 3), 12)}
-    (saved.path / last).write_bytes(encode_header(header) + bytes(16))
-    files = dict(saved.manifest.files)
+    (checkpoint.path / last).write_bytes(encode_header(header) + bytes(16))
+    files = dict(checkpoint.manifest.files)
     for name in (name for name in files if name.startswith("model")):
         parts = dict(files[name].parts)
         parts["weight"] = Part(parts["weight"].first, parts["weight"].last, (rows, 3))
         if name == last:
             parts["weight"] = Part(6, rows, (rows, 3))
         files[name] = msgspec.structs.replace(files[name], parts=parts)
-    claimed = Checkpoint(saved.path, msgspec.structs.replace(saved.manifest, files=files), {})
+    forgery = Checkpoint(
+        checkpoint.path, msgspec.structs.replace(checkpoint.manifest, files=files), {}
+    )
     with pytest.raises(CheckpointError, match=r"model/3-of-4\.safetensors: "):
-        claimed.tensors()
+        forgery.tensors()
 
 
 def test_a_rank_reads_its_rows_alone(forks: Forks, tmp_path: Path) -> None:
@@ -198,5 +209,5 @@ def test_a_manifest_of_whole_files_has_no_rows(tmp_path: Path) -> None:
     writer.write({"model": WHOLE}, {}, 0)
     assert b"parts" not in msgspec.json.encode(writer.files)
     save_file(WHOLE, tmp_path / "same")
-    written = writer.temporary / "model.safetensors"
-    assert written.read_bytes() == (tmp_path / "same").read_bytes()
+    file = writer.temporary / "model.safetensors"
+    assert file.read_bytes() == (tmp_path / "same").read_bytes()

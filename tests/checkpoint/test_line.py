@@ -44,7 +44,7 @@ def damage(path: Path, file: str = "model.safetensors") -> None:
 
 
 @pytest.fixture
-def forked(tmp_path: Path) -> Path:
+def forked_run(tmp_path: Path) -> Path:
     """Saved at 10, 20 and 30; gone back to 20, and saved at 25."""
     first = line_of_start(None)
     for step in (10, 20, 30):
@@ -59,52 +59,52 @@ def names(root: Path) -> list[str]:
     return [path.name for path in list_checkpoints(root)]
 
 
-@pytest.mark.parametrize("written", [True, False])
+@pytest.mark.parametrize("has_line", [True, False])
 def test_what_was_saved_behind_the_step_gone_back_to_lies_on_a_branch(
-    forked: Path, written: bool
+    forked_run: Path, has_line: bool
 ) -> None:
     """Also where only the manifests are left to tell."""
-    if not written:
-        (forked / "checkpoints" / LINE).unlink()
-    line = line_of(forked)
-    found = {
-        path.name: superseded_at(read_manifest(path), line) for path in list_checkpoints(forked)
+    if not has_line:
+        (forked_run / "checkpoints" / LINE).unlink()
+    line = line_of(forked_run)
+    branches = {
+        path.name: superseded_at(read_manifest(path), line) for path in list_checkpoints(forked_run)
     }
-    assert found == {"step-10": None, "step-20": None, "step-30": 20, "step-25": None}
+    assert branches == {"step-10": None, "step-20": None, "step-30": 20, "step-25": None}
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "manifest.json"])
 def test_behind_a_damaged_latest_the_newest_of_the_same_line_is_found(
-    forked: Path, file: str
+    forked_run: Path, file: str
 ) -> None:
-    damage(forked / "checkpoints" / "step-25", file)
-    found, skipped = latest_intact(forked)
-    assert found.path.name == "step-20"
-    assert len(skipped) == 1
+    damage(forked_run / "checkpoints" / "step-25", file)
+    checkpoint, faults = latest_intact(forked_run)
+    assert checkpoint.path.name == "step-20"
+    assert len(faults) == 1
 
 
-def test_without_a_pointer_the_latest_is_the_newest_of_the_line(forked: Path) -> None:
-    shutil.rmtree(forked / "checkpoints" / "step-25")
-    (forked / "checkpoints" / LATEST).unlink()
-    assert latest_checkpoint(forked).name == "step-20"
+def test_without_a_pointer_the_latest_is_the_newest_of_the_line(forked_run: Path) -> None:
+    shutil.rmtree(forked_run / "checkpoints" / "step-25")
+    (forked_run / "checkpoints" / LATEST).unlink()
+    assert latest_checkpoint(forked_run).name == "step-20"
 
 
 def test_where_only_a_branch_is_whole_nothing_is_taken_and_the_branch_is_named(
-    forked: Path,
+    forked_run: Path,
 ) -> None:
     for step in (10, 20, 25):
-        damage(forked / "checkpoints" / f"step-{step}")
+        damage(forked_run / "checkpoints" / f"step-{step}")
     with pytest.raises(CheckpointError, match="step-30: on a branch"):
-        latest_intact(forked)
+        latest_intact(forked_run)
 
 
-def test_a_branch_takes_no_place_of_the_line_and_goes_when_it_is_old(forked: Path) -> None:
-    second = list(read_manifest(forked / "checkpoints" / "step-25").line)
-    prune_checkpoints(forked, RetentionPolicy(last=2, best=0))
-    assert names(forked) == ["step-20", "step-30", "step-25"]
-    save(forked, 28, second)
-    prune_checkpoints(forked, RetentionPolicy(last=2, best=0))
-    assert names(forked) == ["step-25", "step-28"]
+def test_a_branch_takes_no_place_of_the_line_and_goes_when_it_is_old(forked_run: Path) -> None:
+    second = list(read_manifest(forked_run / "checkpoints" / "step-25").line)
+    prune_checkpoints(forked_run, RetentionPolicy(last=2, best=0))
+    assert names(forked_run) == ["step-20", "step-30", "step-25"]
+    save(forked_run, 28, second)
+    prune_checkpoints(forked_run, RetentionPolicy(last=2, best=0))
+    assert names(forked_run) == ["step-25", "step-28"]
 
 
 def test_the_best_that_stays_is_that_of_the_line(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def names(root: Path) -> list[str]:
 
 
 def manifest(step: int, loss: float | None) -> tuple[Path, Manifest]:
-    made = Manifest(
+    result = Manifest(
         step=step,
         time=float(step),
         world_size=1,
@@ -44,23 +44,23 @@ def manifest(step: int, loss: float | None) -> tuple[Path, Manifest]:
         versions={},
         loss=loss,
     )
-    return Path(f"step-{step}"), made
+    return Path(f"step-{step}"), result
 
 
 def test_the_last_the_best_and_every_so_many_steps_stay(tmp_path: Path) -> None:
     losses = {100: 3.0, 150: 2.0, 200: 2.5, 250: None, 300: 2.9, 350: 2.8}
     for step, loss in losses.items():
         save(tmp_path, step, loss)
-    gone = prune_checkpoints(tmp_path, RetentionPolicy(last=2, best=1, every=100))
+    paths = prune_checkpoints(tmp_path, RetentionPolicy(last=2, best=1, every=100))
     assert names(tmp_path) == ["step-100", "step-150", "step-200", "step-300", "step-350"]
-    assert [path.name for path in gone] == ["step-250"]
+    assert [path.name for path in paths] == ["step-250"]
     for path in list_checkpoints(tmp_path):
         load_checkpoint(path)
 
 
-@pytest.mark.parametrize(("better", "kept"), [("max", 2), ("min", 3)])
+@pytest.mark.parametrize(("better", "best_step"), [("max", 2), ("min", 3)])
 def test_the_best_are_those_of_a_metric_in_its_direction(
-    tmp_path: Path, better: Literal["min", "max"], kept: int
+    tmp_path: Path, better: Literal["min", "max"], best_step: int
 ) -> None:
     for step, score in {1: 0.5, 2: 0.9, 3: 0.1, 4: 0.4}.items():
         facts = Facts(loss=float(step), metrics={"loss": float(step), "a/b": score})
@@ -71,7 +71,7 @@ def test_the_best_are_those_of_a_metric_in_its_direction(
         )
     save(tmp_path, 5)  # which was not evaluated
     prune_checkpoints(tmp_path, RetentionPolicy(last=1, best=1, metric="a/b", better=better))
-    assert names(tmp_path) == [f"step-{kept}", "step-5"]
+    assert names(tmp_path) == [f"step-{best_step}", "step-5"]
 
 
 def test_checkpoints_of_earlier_versions_are_the_best_by_their_loss(tmp_path: Path) -> None:
@@ -85,9 +85,9 @@ METRICS = st.text(st.sampled_from("ab-/%2F_.é "), min_size=1, max_size=6)
 
 
 @given(METRICS, METRICS)
-def test_no_two_metrics_have_one_pointer(one: str, other: str) -> None:
-    assert "/" not in best_pointer(one)
-    assert (best_pointer(one) == best_pointer(other)) == (one == other)
+def test_no_two_metrics_have_one_pointer(first: str, other: str) -> None:
+    assert "/" not in best_pointer(first)
+    assert (best_pointer(first) == best_pointer(other)) == (first == other)
 
 
 def test_the_best_of_a_metric_is_found_by_any_of_its_names(tmp_path: Path) -> None:
@@ -148,23 +148,25 @@ def test_a_loss_that_is_no_number_is_never_the_best(tmp_path: Path, loss: float)
 def test_no_more_and_no_less_than_asked_for_goes(
     losses: list[float | None], last: int, best: int, every: int | None
 ) -> None:
-    saved = [manifest(step, loss) for step, loss in enumerate(losses)]
-    gone = checkpoints_to_prune(saved, RetentionPolicy(last, best, every))
-    kept = [path for path, _ in saved if path not in gone]
-    assert {path for path, _ in saved[-last:]} <= set(kept)
-    judged = sorted(loss for loss in losses if loss is not None)
-    there = sorted(m.loss for path, m in saved if path in kept and m.loss is not None)
-    assert there[: min(best, len(judged))] == judged[:best]
-    asked = last + best + (0 if every is None else -(-len(losses) // every))
-    assert len(kept) <= asked
+    checkpoints = [manifest(step, loss) for step, loss in enumerate(losses)]
+    pruned_paths = checkpoints_to_prune(checkpoints, RetentionPolicy(last, best, every))
+    remaining_paths = [path for path, _ in checkpoints if path not in pruned_paths]
+    assert {path for path, _ in checkpoints[-last:]} <= set(remaining_paths)
+    finite_losses = sorted(loss for loss in losses if loss is not None)
+    remaining_losses = sorted(
+        m.loss for path, m in checkpoints if path in remaining_paths and m.loss is not None
+    )
+    assert remaining_losses[: min(best, len(finite_losses))] == finite_losses[:best]
+    limit = last + best + (0 if every is None else -(-len(losses) // every))
+    assert len(remaining_paths) <= limit
 
 
 def test_nothing_is_deleted_where_a_link_leads(tmp_path: Path) -> None:
-    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
+    target, link_folder = tmp_path / "mine", tmp_path / "theirs"
     for step in (1, 2, 3):
-        save(mine, step)
-    theirs.mkdir()
-    (theirs / "checkpoints").symlink_to(mine / "checkpoints")
+        save(target, step)
+    link_folder.mkdir()
+    (link_folder / "checkpoints").symlink_to(target / "checkpoints")
     with pytest.raises(CheckpointError, match="symbolic link"):
-        prune_checkpoints(theirs, RetentionPolicy(last=1))
-    assert names(mine) == ["step-1", "step-2", "step-3"]
+        prune_checkpoints(link_folder, RetentionPolicy(last=1))
+    assert names(target) == ["step-1", "step-2", "step-3"]

@@ -60,11 +60,11 @@ def test_what_is_published_is_what_is_loaded(tmp_path: Path) -> None:
     assert checkpoint.manifest.architecture == ARCHITECTURE
     assert checkpoint.manifest.history == history
     assert checkpoint.manifest.versions["torch"] == torch.__version__
-    loaded = checkpoint.tensors()
-    assert loaded.keys() == tensors().keys()
+    actual = checkpoint.tensors()
+    assert actual.keys() == tensors().keys()
     for name, tensor in tensors().items():
-        assert loaded[name].dtype == tensor.dtype
-        assert torch.equal(loaded[name], tensor)
+        assert actual[name].dtype == tensor.dtype
+        assert torch.equal(actual[name], tensor)
 
 
 def test_a_text_that_is_the_word_of_a_number_stays_a_text(tmp_path: Path) -> None:
@@ -117,10 +117,10 @@ def test_a_tied_head_is_saved_once(tmp_path: Path) -> None:
 
 def test_a_transposed_parameter_keeps_its_values(tmp_path: Path) -> None:
     weight = torch.arange(6.0).reshape(2, 3).T
-    loaded = load_checkpoint(
+    actual = load_checkpoint(
         publish_checkpoint(tmp_path, 1, CheckpointContent({"model": {"weight": weight}}, {}, {}))
     ).tensors()
-    assert torch.equal(loaded["weight"], weight)
+    assert torch.equal(actual["weight"], weight)
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
@@ -217,23 +217,23 @@ def test_every_fault_in_every_file_is_found_and_named(
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.json"])
 def test_a_file_of_another_checkpoint_is_found(tmp_path: Path, name: str) -> None:
-    one, other = (
+    first, other = (
         save(tmp_path, 10),
         publish_checkpoint(tmp_path, 20, CheckpointContent({"model": tensors(1)}, {}, {})),
     )
-    (other / name).replace(one / name)
+    (other / name).replace(first / name)
     with pytest.raises(CheckpointError, match=name):
-        load_checkpoint(one)
+        load_checkpoint(first)
 
 
 def test_no_bit_of_a_manifest_can_flip_unseen(tmp_path: Path) -> None:
     path = save(tmp_path, 10)
-    whole = (path / "manifest.json").read_bytes()
-    for at in range(0, len(whole) * 8, 5):
-        damaged = bytearray(whole)
-        damaged[at // 8] ^= 1 << at % 8
+    content = (path / "manifest.json").read_bytes()
+    for at in range(0, len(content) * 8, 5):
+        corrupt_content = bytearray(content)
+        corrupt_content[at // 8] ^= 1 << at % 8
         (path / "manifest.json").unlink()
-        (path / "manifest.json").write_bytes(damaged)
+        (path / "manifest.json").write_bytes(corrupt_content)
         with pytest.raises(CheckpointError, match=r"manifest\.json"):
             read_manifest(path)
 
@@ -290,11 +290,11 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     def watch(owner: object, name: str) -> None:
         real = getattr(owner, name)
 
-        def call(*arguments: object, **named: object) -> object:
+        def call(*arguments: object, **options: object) -> object:
             countdown[0] -= 1
             if countdown[0] == 0:
                 raise PowerCut
-            return real(*arguments, **named)
+            return real(*arguments, **options)
 
         monkeypatch.setattr(owner, name, call)
 
@@ -307,7 +307,7 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 def test_a_crash_at_any_call_leaves_the_old_or_the_new(
     tmp_path: Path, cut: Callable[[int], None]
 ) -> None:
-    seen = []
+    steps = []
     for at in range(1, 100):
         root = tmp_path / str(at)
         save(root, 10, seed=0)
@@ -318,17 +318,17 @@ def test_a_crash_at_any_call_leaves_the_old_or_the_new(
         except PowerCut:
             died = True
         cut(-1)
-        found = load_checkpoint(latest_checkpoint(root))
-        expected = tensors({10: 0, 20: 1}[found.manifest.step])
-        assert torch.equal(found.tensors()["head.bias"], expected["head.bias"])
+        checkpoint = load_checkpoint(latest_checkpoint(root))
+        expected = tensors({10: 0, 20: 1}[checkpoint.manifest.step])
+        assert torch.equal(checkpoint.tensors()["head.bias"], expected["head.bias"])
         assert save(root, 30).name == "step-30"
         assert not list((root / "checkpoints").glob(".*"))
-        seen.append(found.manifest.step)
+        steps.append(checkpoint.manifest.step)
         if not died:
             break
     assert not died
-    assert seen == sorted(seen)
-    assert seen.count(10) > 8
+    assert steps == sorted(steps)
+    assert steps.count(10) > 8
 
 
 SAVER = """
@@ -348,13 +348,13 @@ def test_sigkill_takes_no_acknowledged_checkpoint(tmp_path: Path, forks: Forks) 
         command = [forks.python, "-c", SAVER, str(tmp_path), str(kill_after * 1000)]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as saver:
             assert saver.stdout is not None
-            acknowledged = [saver.stdout.readline() for _ in range(kill_after)]
+            lines = [saver.stdout.readline() for _ in range(kill_after)]
             saver.kill()
-            acknowledged += saver.stdout.readlines()
-        last = int([line for line in acknowledged if line.endswith(b"\n")][-1])
-        found = load_checkpoint(latest_checkpoint(tmp_path))
-        assert found.manifest.step in (last, last + 1)
-        assert (found.tensors()["weight"] == found.manifest.step).all()
+            lines += saver.stdout.readlines()
+        last = int([line for line in lines if line.endswith(b"\n")][-1])
+        checkpoint = load_checkpoint(latest_checkpoint(tmp_path))
+        assert checkpoint.manifest.step in (last, last + 1)
+        assert (checkpoint.tensors()["weight"] == checkpoint.manifest.step).all()
         for path in (tmp_path / "checkpoints").glob("step-*"):
             load_checkpoint(path)
 
@@ -406,10 +406,10 @@ def test_files_of_a_checkpoint_honour_the_umask(tmp_path: Path, mask: int, mode:
 
 
 def test_what_is_being_deleted_is_waited_for(tmp_path: Path) -> None:
-    begun, go_on = threading.Event(), threading.Event()
+    start, go_on = threading.Event(), threading.Event()
 
     def slowly(path: Path) -> None:
-        begun.set()
+        start.set()
         go_on.wait(30)
         remove(path)
 
@@ -419,7 +419,7 @@ def test_what_is_being_deleted_is_waited_for(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(atomic, "remove_tree", slowly)
         atomic.discard(folder)
-    assert begun.wait(30)
+    assert start.wait(30)
     atomic.finish_deleting(0.05)
     assert any(tmp_path.iterdir())
     go_on.set()
@@ -438,11 +438,11 @@ def test_a_file_that_may_not_be_read_is_not_called_broken() -> None:
         if is_root:
             os.seteuid(65534)
         try:
-            found = verify_checkpoint(path)
+            report = verify_checkpoint(path)
         finally:
             if is_root:
                 os.seteuid(0)
-    assert found.broken == ()
-    assert [text.rpartition("/")[2] for text in found.unreadable] == [
+    assert report.broken == ()
+    assert [text.rpartition("/")[2] for text in report.unreadable] == [
         "model.safetensors: cannot be read: Permission denied"
     ]

@@ -58,10 +58,10 @@ def test_the_checksum_is_that_of_the_file(tmp_path: Path) -> None:
 def test_large_files_are_flushed_while_they_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flushed: list[int] = []
+    sizes: list[int] = []
 
     def flush(descriptor: int) -> None:
-        flushed.append(os.fstat(descriptor).st_size)
+        sizes.append(os.fstat(descriptor).st_size)
         real(descriptor)
 
     real = tensor_file._flush
@@ -71,8 +71,8 @@ def test_large_files_are_flushed_while_they_are_written(
     large = {f"w{i}": torch.full((1 << 20,), float(i)) for i in range(16)}
     shapes = {name: Outline.of(tensor) for name, tensor in large.items()}
     digest = write_tensors(tmp_path / "file", shapes, large.__getitem__)
-    assert len(flushed) == 16
-    assert flushed[0] <= 4 * (4 << 20), "more waited than may"
+    assert len(sizes) == 16
+    assert sizes[0] <= 4 * (4 << 20), "more waited than may"
     assert digest == xxhash.xxh3_128_hexdigest((tmp_path / "file").read_bytes())
 
 
@@ -114,11 +114,11 @@ def test_past_the_page_cache_every_byte_is_the_same(
 def test_memory_laid_out_as_the_file_is_written_from_where_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    collected: list[int] = []
+    sizes: list[int] = []
 
-    def collect(self: DirectFile, content: np.ndarray, most: int) -> np.ndarray:
-        collected.append(min(len(content), most))
-        return real(self, content, most)
+    def collect(self: DirectFile, content: np.ndarray, limit: int) -> np.ndarray:
+        sizes.append(min(len(content), limit))
+        return real(self, content, limit)
 
     real = DirectFile._collect
     monkeypatch.setattr(DirectFile, "_collect", collect)
@@ -127,7 +127,7 @@ def test_memory_laid_out_as_the_file_is_written_from_where_it_is(
     tensors = allocate(LARGE)
     shapes = {name: Outline.of(tensor) for name, tensor in LARGE.items()}
     write_tensors(tmp_path / "file", shapes, tensors.__getitem__)
-    assert 0 < sum(collected) < sum(tensor.nbytes for tensor in LARGE.values()) / 50
+    assert 0 < sum(sizes) < sum(tensor.nbytes for tensor in LARGE.values()) / 50
 
 
 @pytest.mark.usefixtures("directly")
@@ -142,11 +142,11 @@ def test_a_disk_that_is_full_in_the_middle_of_a_file_is_an_error(odd: int, tmp_p
                 write_tensors(tmp_path / "file", shapes, tensors.__getitem__)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert not [each for each in threading.enumerate() if "direct-io" in each.name]
+    assert not [thread for thread in threading.enumerate() if "direct-io" in thread.name]
 
 
 @pytest.mark.parametrize(
-    ("tensor", "said"),
+    ("tensor", "message"),
     [
         (torch.zeros(2, dtype=torch.complex128), "w has dtype torch.complex128"),
         (torch.eye(2).to_sparse(), "w is a sparse tensor"),
@@ -154,10 +154,10 @@ def test_a_disk_that_is_full_in_the_middle_of_a_file_is_an_error(odd: int, tmp_p
     ],
 )
 def test_what_the_format_cannot_hold_is_named(
-    tensor: torch.Tensor, said: str, tmp_path: Path
+    tensor: torch.Tensor, message: str, tmp_path: Path
 ) -> None:
     tensors = {**TENSORS, "w": tensor}
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         publish_checkpoint(tmp_path, 1, CheckpointContent({"model": tensors}, {}, {}))
 
 
@@ -168,15 +168,15 @@ def test_a_view_is_written_as_what_it_shows(tmp_path: Path) -> None:
 
 
 def test_every_tensor_is_asked_for_once(tmp_path: Path) -> None:
-    asked: list[str] = []
+    names: list[str] = []
 
     def read(name: str) -> torch.Tensor:
-        asked.append(name)
+        names.append(name)
         return TENSORS[name]
 
     write_tensors(tmp_path / "file", SHAPES, read)
 
-    assert sorted(asked) == sorted(TENSORS)
+    assert sorted(names) == sorted(TENSORS)
 
 
 def test_outlines_and_tensors_are_read_back(tmp_path: Path) -> None:

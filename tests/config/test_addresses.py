@@ -48,9 +48,9 @@ def nothing_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 )
 def test_every_key_of_a_path_refuses_addresses(task: str, key: str) -> None:
     for address in ("s3://bucket/x", "file:///tmp/x", "GS://b"):
-        with pytest.raises(ConfigError) as refused:
+        with pytest.raises(ConfigError) as error:
             load_config(None, [f"task={task}", f"{key}={address}"])
-        problems = [str(problem) for problem in refused.value.problems]
+        problems = [str(problem) for problem in error.value.problems]
         says = f"{key}: {address} is an address, not a path"
         assert key in NO_PATHS or any(says in problem for problem in problems), problems
 
@@ -60,11 +60,13 @@ def test_paths_within_lists_are_refused_at_their_place() -> None:
         "data:\n  mixture:\n    - {source: a.txt}\n    - {source: 's3://b/c'}\n"
         "schedule:\n  - {name: change_vocab, value: {tokenizer: 's3://t'}, when: {at_step: 1}}\n"
     )
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as error:
         load_config("run.yaml")
-    said = [str(problem).split("\n")[0] for problem in refused.value.problems]
-    assert any(text.startswith("run.yaml:4:16: data.mixture: s3://b/c is an add") for text in said)
-    assert any("schedule: s3://t is an address" in text for text in said)
+    messages = [str(problem).split("\n")[0] for problem in error.value.problems]
+    assert any(
+        text.startswith("run.yaml:4:16: data.mixture: s3://b/c is an add") for text in messages
+    )
+    assert any("schedule: s3://t is an address" in text for text in messages)
 
 
 @pytest.mark.parametrize("path", ["s3://bucket/run.yaml", "file:///run.yaml"])
@@ -84,14 +86,16 @@ def test_web_addresses_of_trackers_and_alerts_stay() -> None:
 
 
 def commands() -> list[tuple[list[str], click.Command]]:
-    found: list[tuple[list[str], click.Command]] = []
+    results: list[tuple[list[str], click.Command]] = []
     context = click.Context(instar)
     for name in instar.list_commands(context):
         command = instar.get_command(context, name)
         assert command is not None
         inner = command.commands if isinstance(command, click.Group) else {}
-        found += [([name, sub], each) for sub, each in inner.items()] or [([name], command)]
-    return found
+        results += [([name, sub], subcommand) for sub, subcommand in inner.items()] or [
+            ([name], command)
+        ]
+    return results
 
 
 @pytest.mark.parametrize(

@@ -32,41 +32,41 @@ def numbers(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
 
 @pytest.mark.parametrize("task", known_tasks())
 def test_every_number_has_both_bounds(task: str) -> None:
-    found = dict(numbers(json_schema(root_of(task))))
-    assert len(found) > 60
-    unbounded = [
+    nodes = dict(numbers(json_schema(root_of(task))))
+    assert len(nodes) > 60
+    missing = [
         path
-        for path, node in found.items()
+        for path, node in nodes.items()
         if not ({"maximum", "exclusiveMaximum"} & node.keys())
         or not ({"minimum", "exclusiveMinimum"} & node.keys())
     ]
-    assert unbounded == []
+    assert missing == []
 
 
 def numeric_keys() -> list[tuple[str, str]]:
-    found = []
+    keys = []
     for task in known_tasks():
         root = root_of(task)
         for key in schema_keys(root):
-            kinds = [each.get("type") for each in choices(root, tuple(key.split(".")))]
+            kinds = [choice.get("type") for choice in choices(root, tuple(key.split(".")))]
             if {"integer", "number"} & set(kinds) and key not in ("seed", "data.seed"):
-                found.append((task, key))
-    return found
+                keys.append((task, key))
+    return keys
 
 
 @pytest.mark.parametrize(("task", "key"), numeric_keys())
 def test_a_number_beyond_its_bound_is_a_mistake_that_names_key_and_bound(
     task: str, key: str
 ) -> None:
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises(ConfigError) as error:
         load_config(None, [f"task={task}", f"{key}={BEYOND}"])
-    (problem,) = (each for each in raised.value.problems if each.key == key)
+    (problem,) = (candidate for candidate in error.value.problems if candidate.key == key)
     assert str(BEYOND) in problem.message
     assert "at most" in problem.message or "less than" in problem.message
 
 
 @pytest.mark.parametrize(
-    "given",
+    "override",
     [
         "model.n_layer=1000000",
         "data.workers=1000000",
@@ -77,10 +77,10 @@ def test_a_number_beyond_its_bound_is_a_mistake_that_names_key_and_bound(
         "data.mixture=[{source: stdlib, weight: 1.0e300}]",
     ],
 )
-def test_what_no_machine_can_do_is_refused(given: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        load_config(None, [given])
-    assert "at most" in str(raised.value)
+def test_what_no_machine_can_do_is_refused(override: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(None, [override])
+    assert "at most" in str(error.value)
 
 
 @pytest.mark.parametrize("text", ["1e999999999it", "1e300s", "9" * 400 + "tok", "loss<1e40"])

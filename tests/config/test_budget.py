@@ -60,11 +60,11 @@ def test_the_canonical_text(budget: Budget, text: str) -> None:
     assert str(budget) == text
 
 
-whole = st.integers(1, 10**18).map(float)
+integers = st.integers(1, 10**18).map(float)
 positive = st.floats(min_value=0, max_value=MOST, exclude_min=True)
 finite = st.floats(-MOST, MOST)
 budgets = st.one_of(
-    st.builds(Budget, st.sampled_from(["steps", "tokens", "samples"]), whole),
+    st.builds(Budget, st.sampled_from(["steps", "tokens", "samples"]), integers),
     st.builds(Budget, st.sampled_from(["epochs", "seconds"]), positive),
     st.builds(Budget, st.just("loss"), finite),
 )

@@ -16,7 +16,7 @@ def test_the_defaults_fit_each_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sections", "culprit", "said"),
+    ("sections", "culprit", "message"),
     [
         ({"model": {"n_embd": 100, "n_head": 3}}, "model.n_embd", "n_embd (100) must be divisible"),
         ({"model": {"n_head": 4, "n_kv_head": 3}}, "model.n_kv_head", "divisible by model.n_kv_head (3)"),
@@ -83,11 +83,11 @@ def test_the_defaults_fit_each_other() -> None:
     ],
 )  # fmt: skip
 def test_a_clash_names_its_likeliest_culprit(
-    sections: dict[str, Any], culprit: str, said: str
+    sections: dict[str, Any], culprit: str, message: str
 ) -> None:
     (clash,) = clashes(**sections)
     assert clash.keys[0] == culprit
-    assert said in clash.message
+    assert message in clash.message
 
 
 @pytest.mark.parametrize(
@@ -114,12 +114,12 @@ def test_what_fits_raises_no_alarm(sections: dict[str, Any]) -> None:
 
 
 def test_all_clashes_are_found_at_once() -> None:
-    found = clashes(
+    problems = clashes(
         model={"n_embd": 100, "n_head": 3},
         data={"val_fraction": 0.9, "test_fraction": 0.9},
         train={"until": ["x", "y"]},
     )
-    assert [clash.keys[0] for clash in found] == [
+    assert [clash.keys[0] for clash in problems] == [
         "model.n_embd",
         "data.val_fraction",
         "train.until[0]",
@@ -128,19 +128,21 @@ def test_all_clashes_are_found_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("slices", "refused", "hint"),
+    ("slices", "bad_counts", "hint"),
     [(4, [3, 5, 8], "use 1, 2 or 4 ranks"), (1, [2], "use 1 rank, or more virtual ranks in a new run")],
 )  # fmt: skip
-def test_elastic_ranks_share_the_slices_evenly(slices: int, refused: list[int], hint: str) -> None:
+def test_elastic_ranks_share_the_slices_evenly(
+    slices: int, bad_counts: list[int], hint: str
+) -> None:
     elastic = {"elastic": {"virtual_ranks": slices}}
     config = LanguageConfig.model_validate({"reproducible": "elastic", "parallel": elastic})
-    found = {ranks: rank_checks(config, ranks) for ranks in range(1, 9)}
-    for ranks in refused:
-        (clash,) = found[ranks]
+    clashes_of = {ranks: rank_checks(config, ranks) for ranks in range(1, 9)}
+    for ranks in bad_counts:
+        (clash,) = clashes_of[ranks]
         assert clash.message == f"{ranks} ranks cannot share {slices} virtual ranks evenly"
         assert clash.hint == hint
     for ranks in (ranks for ranks in (1, 2, 4) if ranks <= slices):
-        assert found[ranks] == []
+        assert clashes_of[ranks] == []
 
 
 def test_any_number_of_ranks_will_do_otherwise() -> None:

@@ -16,9 +16,9 @@ def read(text: str) -> Any:
 
 
 def document_of(text: str, problems: int = 0) -> Document:
-    document, found = parse(text, "x.yaml")
+    document, mistakes = parse(text, "x.yaml")
     assert document is not None
-    assert len(found) == problems
+    assert len(mistakes) == problems
     return document
 
 

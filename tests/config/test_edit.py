@@ -36,9 +36,9 @@ def test_it_loads_as_the_file_with_the_settings_and_keeps_all_comments(
     expected = load_config(str(file), SETTINGS, import_task=False, checks=()).config
     assert load_config(str(tmp_path / "best.yaml"), import_task=False, checks=()).config == expected
     comments = [line.strip() for line in file.read_text().splitlines() if line.strip()[:1] == "#"]
-    written = [line.strip() for line in text.splitlines()]
-    assert [line for line in comments if line not in written] == []
-    assert written[:2] == ["# written by instar find lr", "# of 3 trainings"]
+    output = [line.strip() for line in text.splitlines()]
+    assert [line for line in comments if line not in output] == []
+    assert output[:2] == ["# written by instar find lr", "# of 3 trainings"]
 
 
 KEYS = st.sampled_from(["a", "b.c", "b.d", "b.e.f", "g"])

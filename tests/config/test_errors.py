@@ -27,10 +27,10 @@ def test_one_builds_an_error_of_one_problem() -> None:
 def test_the_last_line_names_the_section_whose_keys_help() -> None:
     nested = ConfigError.of("bad", key="parallel.ddp.static_graph")
     top = ConfigError.of("bad", key="seed")
-    listed = ConfigError.of("bad", key="schedule[3].when.waited")
+    in_list = ConfigError.of("bad", key="schedule[3].when.waited")
     assert str(nested).endswith("Keys: instar config schema parallel.ddp")
     assert str(top).endswith("Keys: instar config schema")
-    assert str(listed).endswith("Keys: instar config schema schedule")
+    assert str(in_list).endswith("Keys: instar config schema schedule")
 
 
 def test_exit_codes() -> None:

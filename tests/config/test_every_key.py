@@ -85,15 +85,15 @@ def other(root: type[RunConfig], key: str) -> Any:
     raise AssertionError(f"{key} needs a value in OTHER")
 
 
-def loaded(root: type[RunConfig], path: Path | None, *overrides: str) -> Loaded:
-    named = [task for task in known_tasks() if root_of(task) is root]
-    task = named[0] if named else root.model_fields["task"].default
+def load_without_checks(root: type[RunConfig], path: Path | None, *overrides: str) -> Loaded:
+    tasks = [task for task in known_tasks() if root_of(task) is root]
+    task = tasks[0] if tasks else root.model_fields["task"].default
     return load_config(path and str(path), [f"task={task}", *overrides], checks=())
 
 
 def outcome(root: type[RunConfig], override: str) -> Loaded | list[ConfigProblem]:
     try:
-        return loaded(root, None, override)
+        return load_without_checks(root, None, override)
     except ConfigError as error:
         return list(error.problems)
 
@@ -112,13 +112,13 @@ def origin_in_run_yaml(config: Loaded, key: str) -> str:
     )
 
 
-def holds(applied: Any, value: Any) -> bool:
+def holds(actual: Any, value: Any) -> bool:
     """Whether a value is another, with more keys in its mappings at most."""
-    if isinstance(applied, dict) and isinstance(value, dict):
-        return all(holds(applied.get(key), inner) for key, inner in value.items())
-    if isinstance(applied, list) and isinstance(value, list):
-        return len(applied) == len(value) and all(map(holds, applied, value))
-    return bool(applied == value)
+    if isinstance(actual, dict) and isinstance(value, dict):
+        return all(holds(actual.get(key), inner) for key, inner in value.items())
+    if isinstance(actual, list) and isinstance(value, list):
+        return len(actual) == len(value) and all(map(holds, actual, value))
+    return bool(actual == value)
 
 
 def wrong(root: type[RunConfig], key: str) -> Any:
@@ -143,13 +143,13 @@ def test_a_key_is_applied_or_refused_whatever_it_is_set_to(root: type[RunConfig]
         for value, valid in tries:
             config = outcome(root, f"{key}={in_yaml(value)}")
             if isinstance(config, list):
-                named = {problem.key for problem in config}
-                assert named == {key} or key == "preset", (key, value)  # whose keys are a GPT's
+                keys = {problem.key for problem in config}
+                assert keys == {key} or key == "preset", (key, value)  # whose keys are a GPT's
                 assert not valid or (value and key in ("sizes", "preset")), (key, value)
                 continue
             assert valid, (key, value)
-            applied = values(config.config)[key]
-            assert holds(applied, value), (key, value)
+            actual = values(config.config)[key]
+            assert holds(actual, value), (key, value)
             assert config.origins[key] == origin_in_run_yaml(config, key) == SET
 
 
@@ -158,14 +158,14 @@ def test_an_emptied_section_has_its_defaults_whatever_the_file_says(
     root: type[RunConfig], empty: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "all.yaml"
-    given = {
+    settings = {
         key: other(root, key) for key in schema_keys(root) if key not in ("task", "preset", "sizes")
     }
-    path.write_text(yaml_of(given), encoding="utf-8")
-    before = values(loaded(root, path).config)
-    assert all(holds(before[key], value) for key, value in given.items())
+    path.write_text(yaml_of(settings), encoding="utf-8")
+    before = values(load_without_checks(root, path).config)
+    assert all(holds(before[key], value) for key, value in settings.items())
     for section in filter(None, section_types(root)):
-        config = loaded(root, path, f"{section}={empty}")
+        config = load_without_checks(root, path, f"{section}={empty}")
         for key, value in values(config.config).items():
             if key.startswith(f"{section}."):
                 assert value == default(schema_keys(root)[key]), (section, key)
@@ -178,7 +178,7 @@ def test_a_section_given_anything_else_is_refused_by_name(root: type[RunConfig])
     for section in filter(None, section_types(root)):
         for value in ("3", "word", "[1]", "true"):
             with pytest.raises(ConfigError, match=f"{section} is a section of 'key: value' lines"):
-                loaded(root, None, f"{section}={value}")
+                load_without_checks(root, None, f"{section}={value}")
 
 
 def test_braces_empty_a_section_also_over_a_preset_and_a_section_without_lines_does_not(

@@ -35,9 +35,9 @@ def test_every_key_is_described() -> None:
 
 def test_every_key_can_be_put_into_words() -> None:
     for key in schema_keys(LanguageConfig):
-        said = expected(LanguageConfig, tuple(key.split(".")))
-        assert said, key
-        assert "something else" not in said, key
+        phrase = expected(LanguageConfig, tuple(key.split(".")))
+        assert phrase, key
+        assert "something else" not in phrase, key
 
 
 def test_every_key_of_an_operation_is_described_and_can_be_put_into_words() -> None:
@@ -89,8 +89,8 @@ def test_defaults_are_those_of_an_empty_config() -> None:
 
 def test_what_other_trainers_call_it_leads_to_keys_that_exist() -> None:
     roots = map(root_of, known_tasks())
-    known = {key for root in roots for key in (*schema_keys(root), *section_types(root))}
-    assert set(ALIASES) <= known or len(built_in()) < len(BUILT_IN)
+    keys = {key for root in roots for key in (*schema_keys(root), *section_types(root))}
+    assert set(ALIASES) <= keys or len(built_in()) < len(BUILT_IN)
 
 
 def test_the_editors_schema_takes_what_the_reader_takes() -> None:

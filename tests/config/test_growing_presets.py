@@ -39,7 +39,7 @@ def config(preset: str, layers: int, until: str = "1000it", **more: object) -> L
     return LanguageConfig.model_validate(tree)
 
 
-def loaded(folder: Path, preset: str, *overrides: str) -> Loaded:
+def load_preset(folder: Path, preset: str, *overrides: str) -> Loaded:
     path = folder / "run.yaml"
     path.write_text(CONFIG.format(preset=preset), encoding="utf-8")
     return load_checked(str(path), overrides)
@@ -72,20 +72,20 @@ def test_growth_ends_with_the_final_shape_before_the_rate_decays(
     if list(preset_conflicts(given_config)):
         assert layers < 2 or all(layers % n for n in (2, 3))
         return
-    made = expansion(given_config)
-    grown = [e for e in made["schedule"] if e["name"] == "stack_layers"]
-    assert made["model.n_layer"] * math.prod(e["value"] for e in grown) == layers
-    assert made["model.n_layer"] * 4 >= layers
-    at = [e["when"]["at_fraction"] for e in grown]
+    settings = expansion(given_config)
+    growths = [e for e in settings["schedule"] if e["name"] == "stack_layers"]
+    assert settings["model.n_layer"] * math.prod(e["value"] for e in growths) == layers
+    assert settings["model.n_layer"] * 4 >= layers
+    at = [e["when"]["at_fraction"] for e in growths]
     assert at == sorted(set(at))
     assert at[-1] == GROWN_AT <= 0.7
     # a size of its own for each growth, which decays over 30 % of its steps
-    branches = [e for e in made["schedule"] if e["name"] == "branch"]
-    assert len(branches) == (len(grown) if preset == FAMILY else 0)
+    branches = [e for e in settings["schedule"] if e["name"] == "branch"]
+    assert len(branches) == (len(growths) if preset == FAMILY else 0)
     for branch, share in zip(branches, at, strict=False):
-        begun = math.ceil(share * steps)
+        trunk_steps = math.ceil(share * steps)
         assert branch["when"] == {"at_fraction": share}
-        assert branch["iters"] == pytest.approx(0.3 * (begun + branch["iters"]), abs=1)
+        assert branch["iters"] == pytest.approx(0.3 * (trunk_steps + branch["iters"]), abs=1)
 
 
 def test_growths_are_spread_evenly_up_to_the_last() -> None:
@@ -100,14 +100,16 @@ def test_growths_are_spread_evenly_up_to_the_last() -> None:
 def test_the_steps_of_a_family_come_from_any_counted_budget(tmp_path: Path, until: str) -> None:
     if until.startswith("512k") or "," in until:
         until = until.replace("512ktok", "128ktok")
-    schedule = loaded(tmp_path, FAMILY, f"train.until=[{until}]").config.schedule
+    schedule = load_preset(tmp_path, FAMILY, f"train.until=[{until}]").config.schedule
     branches = [e.model_dump() for e in schedule if e.name == "branch"]
     assert [(e["value"], e["iters"]) for e in branches] == [("2L", 150), ("4L", 300)]
 
 
 def test_the_final_shape_is_that_of_all_layers_merged(tmp_path: Path) -> None:
-    made = loaded(tmp_path, "[llama, moult]", "model.n_layer=12", "optimizer.name=adamw")
-    config = made.config
+    loaded_config = load_preset(
+        tmp_path, "[llama, moult]", "model.n_layer=12", "optimizer.name=adamw"
+    )
+    config = loaded_config.config
     assert isinstance(config, LanguageConfig)
     assert (config.model.n_layer, config.schedule[0].value) == (3, 2)
     assert (config.model.norm, config.preset, config.learning_rate.shape) == (
@@ -115,15 +117,15 @@ def test_the_final_shape_is_that_of_all_layers_merged(tmp_path: Path) -> None:
         ("llama",),
         "wsd",
     )
-    assert {key for key, origin in made.origins.items() if origin == "preset moult"} == {
+    assert {key for key, origin in loaded_config.origins.items() if origin == "preset moult"} == {
         *("preset", "sizes", "schedule", "model.n_layer"),
         *(f"learning_rate.{key}" for key in ("shape", "decay_fraction", "min_lr_ratio")),
     }
-    assert made.origins["optimizer.name"] == "--set"
+    assert loaded_config.origins["optimizer.name"] == "--set"
 
 
 def test_sizes_may_be_given(tmp_path: Path) -> None:
-    config = loaded(tmp_path, FAMILY, "sizes=[1, 4, 8]").config
+    config = load_preset(tmp_path, FAMILY, "sizes=[1, 4, 8]").config
     assert [(e.name, e.value) for e in config.schedule] == [
         ("branch", "1L"),
         ("stack_layers", 4),
@@ -134,26 +136,31 @@ def test_sizes_may_be_given(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("preset", [MOULT, FAMILY, "[moult, llama]"])
 def test_a_result_is_not_expanded_again(tmp_path: Path, preset: str) -> None:
-    made = loaded(tmp_path, preset)
-    resolved = tmp_path / "resolved.yaml"
-    resolved.write_text(made.to_yaml(), encoding="utf-8")
-    again = load_checked(str(resolved))
-    assert again.config == made.config == loaded_from_json(made.to_json()).config
-    assert again.to_yaml(origin=False) == made.to_yaml(origin=False)
+    loaded_config = load_preset(tmp_path, preset)
+    path = tmp_path / "resolved.yaml"
+    path.write_text(loaded_config.to_yaml(), encoding="utf-8")
+    second = load_checked(str(path))
+    assert second.config == loaded_config.config == loaded_from_json(loaded_config.to_json()).config
+    assert second.to_yaml(origin=False) == loaded_config.to_yaml(origin=False)
     # and a key set on top changes just this key
-    longer = load_checked(str(resolved), ["train.until=[2000it]"])
-    differing = {k for k, v in values(longer.config).items() if v != values(made.config)[k]}
+    longer = load_checked(str(path), ["train.until=[2000it]"])
+    differing = {
+        k for k, v in values(longer.config).items() if v != values(loaded_config.config)[k]
+    }
     assert differing == {"train.until"}
 
 
 def test_an_empty_schedule_is_the_final_shape_from_scratch(tmp_path: Path) -> None:
-    made = loaded(tmp_path, MOULT, "schedule=[]")
-    assert isinstance(made.config, LanguageConfig)
-    assert (made.config.model.n_layer, made.config.schedule) == (8, ())
-    assert (made.config.optimizer.name, made.config.learning_rate.decay_fraction) == ("muon", 0.3)
-    resolved = tmp_path / "resolved.yaml"
-    resolved.write_text(made.to_yaml(), encoding="utf-8")
-    assert load_checked(str(resolved)).config == made.config
+    loaded_config = load_preset(tmp_path, MOULT, "schedule=[]")
+    assert isinstance(loaded_config.config, LanguageConfig)
+    assert (loaded_config.config.model.n_layer, loaded_config.config.schedule) == (8, ())
+    assert (
+        loaded_config.config.optimizer.name,
+        loaded_config.config.learning_rate.decay_fraction,
+    ) == ("muon", 0.3)
+    path = tmp_path / "resolved.yaml"
+    path.write_text(loaded_config.to_yaml(), encoding="utf-8")
+    assert load_checked(str(path)).config == loaded_config.config
 
 
 @pytest.mark.parametrize("preset", [MOULT, FAMILY, "[llama, moult]"])
@@ -163,20 +170,20 @@ def test_a_schedule_that_names_its_first_shape_replaces_the_presets(
     file = tmp_path / "grow.yaml"
     entry = "{name: stack_layers, value: 8, when: {at_fraction: 0.5}}"
     file.write_text(f"model: {{n_layer: 1}}\nschedule:\n- {entry}\n", encoding="utf-8")
-    made = loaded(tmp_path, preset, f"schedule={file}")
-    assert isinstance(made.config, LanguageConfig)
-    assert made.config.model.n_layer == 1
-    assert [each.name for each in made.config.schedule] == ["stack_layers"]
+    loaded_config = load_preset(tmp_path, preset, f"schedule={file}")
+    assert isinstance(loaded_config.config, LanguageConfig)
+    assert loaded_config.config.model.n_layer == 1
+    assert [operation.name for operation in loaded_config.config.schedule] == ["stack_layers"]
     # the recipe is the preset's, whose name is gone: n_layer is no longer the final shape
-    assert made.config.preset == (("llama",) if "llama" in preset else ())
-    assert made.config.learning_rate.decay_fraction == 0.3
-    resolved = tmp_path / "resolved.yaml"
-    resolved.write_text(made.to_yaml(), encoding="utf-8")
-    assert load_checked(str(resolved)).config == made.config
+    assert loaded_config.config.preset == (("llama",) if "llama" in preset else ())
+    assert loaded_config.config.learning_rate.decay_fraction == 0.3
+    path = tmp_path / "resolved.yaml"
+    path.write_text(loaded_config.to_yaml(), encoding="utf-8")
+    assert load_checked(str(path)).config == loaded_config.config
 
 
 @pytest.mark.parametrize(
-    ("preset", "settings", "said"),
+    ("preset", "settings", "message"),
     [
         (MOULT, ["schedule=[{name: set_lr, value: 1e-3, when: {at_step: 3}}]"], "has its own"),
         (
@@ -218,20 +225,20 @@ def test_a_schedule_that_names_its_first_shape_replaces_the_presets(
     ],
 )
 def test_what_cannot_be_expanded(
-    tmp_path: Path, preset: str, settings: list[str], said: str
+    tmp_path: Path, preset: str, settings: list[str], message: str
 ) -> None:
-    with pytest.raises(ConfigError) as refused:
-        loaded(tmp_path, preset, *settings)
-    assert said in str(refused.value)
+    with pytest.raises(ConfigError) as error:
+        load_preset(tmp_path, preset, *settings)
+    assert message in str(error.value)
 
 
 def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as refused:
-        loaded(
+    with pytest.raises(ConfigError) as error:
+        load_preset(
             tmp_path, MOULT, "model.n_layer=7", "train.until=[9min]", "optimizer.lr=x", "seeds=3"
         )
-    assert len(refused.value.problems) == 4
+    assert len(error.value.problems) == 4
     # one at a value that is itself invalid is not a second one
-    with pytest.raises(ConfigError) as refused:
-        loaded(tmp_path, FAMILY, "model.n_layer=x", "train.until=[9m]")
-    assert len(refused.value.problems) == 2
+    with pytest.raises(ConfigError) as error:
+        load_preset(tmp_path, FAMILY, "model.n_layer=x", "train.until=[9m]")
+    assert len(error.value.problems) == 2

@@ -235,7 +235,7 @@ RUN: list[Change] = [
 ]
 
 
-def traced(folder: Path, *overrides: str) -> Any:
+def run_files(folder: Path, *overrides: str) -> Any:
     """What a short run leaves: its files but the record's, and its events without times."""
     run = Path(train(BASE, [*overrides, f"record.run_dir={folder}"]))
     sizes = {
@@ -245,8 +245,8 @@ def traced(folder: Path, *overrides: str) -> Any:
     }
     names = {path.name for path in run.iterdir()} - {"lock"}
     events = [
-        (each["kind"], each.get("step"), each.get("loss"), each.get("text"))
-        for each in map(json.loads, (run / "events.jsonl").read_text().splitlines())
+        (event["kind"], event.get("step"), event.get("loss"), event.get("text"))
+        for event in map(json.loads, (run / "events.jsonl").read_text().splitlines())
     ]
     return sizes, sorted(names), events
 
@@ -256,18 +256,18 @@ def test_each_key_changes_what_a_short_run_leaves(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("".join(f"{n} squared is {n * n}.\n" for n in range(300)))
-    known: dict[tuple[str, ...], Any] = {}
+    runs: dict[tuple[str, ...], Any] = {}
 
-    def left(*overrides: str) -> Any:
-        if overrides not in known:
-            known[overrides] = traced(tmp_path / f"run-{len(known)}", *overrides)
-        return known[overrides]
+    def files_after(*overrides: str) -> Any:
+        if overrides not in runs:
+            runs[overrides] = run_files(tmp_path / f"run-{len(runs)}", *overrides)
+        return runs[overrides]
 
-    same = traced(tmp_path / "same")
-    assert left() == same
+    same = run_files(tmp_path / "same")
+    assert files_after() == same
     keys = {*every_key()} - (set() if "board" in built_in() else {"record.report"})
     rows = [(o, more) for o, more in RUN if o.partition("=")[0] in keys]
-    assert [o for o, more in rows if left(*more, o) == left(*more)] == []
+    assert [o for o, more in rows if files_after(*more, o) == files_after(*more)] == []
 
 
 @pytest.mark.parametrize(
@@ -286,8 +286,8 @@ def test_each_option_reaches_ddp(override: str, monkeypatch: pytest.MonkeyPatch)
         parallel, "DistributedDataParallel", lambda _model, **options: calls.append(options)
     )
     world = World(0, 0, 2, torch.device("cpu"), "gloo")
-    for given in ((), (f"parallel.ddp.{override}",)):
-        parallel.wrap(nn.Linear(2, 2), world, config_of(*given).parallel.ddp)
+    for overrides in ((), (f"parallel.ddp.{override}",)):
+        parallel.wrap(nn.Linear(2, 2), world, config_of(*overrides).parallel.ddp)
     before, after = calls
     assert before != after
 
@@ -297,9 +297,11 @@ def test_each_key_changes_what_a_function_makes_of_the_config(part: str) -> None
     function, base, changes = FUNCTIONS[part]
     for override, more in changes:
         key = override.partition("=")[0]
-        decayed = ("learning_rate.decay_every=40",) if key == "learning_rate.decay_every" else ()
-        before = function(config_of(*base, *more, *decayed))
-        assert before == function(config_of(*base, *more, *decayed)), override
+        decay_options = (
+            ("learning_rate.decay_every=40",) if key == "learning_rate.decay_every" else ()
+        )
+        before = function(config_of(*base, *more, *decay_options))
+        assert before == function(config_of(*base, *more, *decay_options)), override
         assert function(config_of(*base, *more, override)) != before, override
 
 
@@ -314,23 +316,23 @@ def every_key() -> list[str]:
 
 
 def test_what_each_key_governs_is_seen_to_change() -> None:
-    shown = by_function()
+    covered_keys = by_function()
     missing = [
         key
         for key in every_key()
-        if key not in shown and not any(fnmatch(key, pattern) for pattern in GOVERNED)
+        if key not in covered_keys and not any(fnmatch(key, pattern) for pattern in GOVERNED)
     ]
     assert missing == []
 
 
 def test_every_row_is_of_a_key_and_its_tests_name_it() -> None:
     for pattern, tests in GOVERNED.items():
-        named = [key for key in every_key() if fnmatch(key, pattern)]
-        assert named or len(built_in()) < len(BUILT_IN), pattern
+        keys = [key for key in every_key() if fnmatch(key, pattern)]
+        assert keys or len(built_in()) < len(BUILT_IN), pattern
         for test in tests:
             file, _, function = test.partition("::")
             text = (TESTS / file).read_text(encoding="utf-8")
             assert f"def {function}(" in text, test
             word = re.escape(pattern.rpartition(".")[2]).replace(r"\*", ".*")
-            inside = {key.rpartition(".")[2] for key in named}
-            assert any(re.search(rf"\b{each}\b", text) for each in {word, *inside}), test
+            inside = {key.rpartition(".")[2] for key in keys}
+            assert any(re.search(rf"\b{name}\b", text) for name in {word, *inside}), test

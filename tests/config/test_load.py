@@ -14,25 +14,25 @@ from instar.config.load import from_launcher, load_config, loaded_from_json
 from instar.config.origins import lines_of
 
 
-def written(folder: Path, text: str) -> str:
+def write_config(folder: Path, text: str) -> str:
     path = folder / "grow.yaml"
     path.write_text(text, encoding="utf-8")
     return str(path)
 
 
 def test_nothing_given_is_all_defaults() -> None:
-    loaded = load_config(None)
-    assert loaded.config == LanguageConfig.model_validate({})
-    assert set(loaded.origins) == set(schema_keys(LanguageConfig))
-    assert set(loaded.origins.values()) == {"default"}
+    loaded_config = load_config(None)
+    assert loaded_config.config == LanguageConfig.model_validate({})
+    assert set(loaded_config.origins) == set(schema_keys(LanguageConfig))
+    assert set(loaded_config.origins.values()) == {"default"}
 
 
 def test_each_layer_lies_over_the_one_before(tmp_path: Path) -> None:
-    path = written(
+    path = write_config(
         tmp_path, "preset: [gpt2, llama]\nmodel:\n  bias: true\n  n_layer: 2\n  n_head: 2\n"
     )
-    loaded = load_config(path, ["model.n_layer=6", "model.n_layer=8"])
-    model, origins = loaded.config.model, loaded.origins
+    loaded_config = load_config(path, ["model.n_layer=6", "model.n_layer=8"])
+    model, origins = loaded_config.config.model, loaded_config.origins
     assert (model.n_embd, origins["model.n_embd"]) == (128, "default")
     assert (model.norm, origins["model.norm"]) == ("rmsnorm", "preset llama")
     assert (model.bias, origins["model.bias"]) == (True, f"{path}:3:3")
@@ -41,9 +41,9 @@ def test_each_layer_lies_over_the_one_before(tmp_path: Path) -> None:
 
 
 def test_an_option_can_choose_the_preset(tmp_path: Path) -> None:
-    loaded = load_config(written(tmp_path, "preset: llama\n"), ["preset=gpt2"])
-    assert loaded.config.model.norm == "layernorm"
-    assert loaded.origins["model.norm"] == "preset gpt2"
+    loaded_config = load_config(write_config(tmp_path, "preset: llama\n"), ["preset=gpt2"])
+    assert loaded_config.config.model.norm == "layernorm"
+    assert loaded_config.origins["model.norm"] == "preset gpt2"
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_an_option_can_choose_the_preset(tmp_path: Path) -> None:
 )
 def test_options_are_yaml(option: str, value: object) -> None:
     config = load_config(None, [option]).config
-    given = {
+    values = {
         "optimizer.lr": config.optimizer.lr,
         "train.until": config.train.until,
         "train.clip": config.train.clip,
@@ -70,42 +70,46 @@ def test_options_are_yaml(option: str, value: object) -> None:
         "seed": config.seed,
         "parallel": config.parallel.ddp.bucket_cap_mb,
     }
-    assert given[option.partition("=")[0].strip()] == value
+    assert values[option.partition("=")[0].strip()] == value
 
 
 def test_an_empty_section_is_all_defaults(tmp_path: Path) -> None:
     assert (
-        load_config(written(tmp_path, "name: a\nmodel:\ndata:\n")).config.model
+        load_config(write_config(tmp_path, "name: a\nmodel:\ndata:\n")).config.model
         == LanguageConfig.model_validate({}).model
     )
 
 
 def test_a_byte_order_mark_is_no_mistake(tmp_path: Path) -> None:
-    assert load_config(written(tmp_path, "\ufeffname: a\n")).config.name == "a"
+    assert load_config(write_config(tmp_path, "\ufeffname: a\n")).config.name == "a"
 
 
 def test_a_later_check_points_at_the_line(tmp_path: Path) -> None:
-    path = written(tmp_path, "model:\n  vocab_size: 1000\ntrain:\n  until: [1kit, 1ep]\n")
-    loaded = load_config(path, ["data.vocab_size=9"])
-    problem = loaded.problem("model.vocab_size", "the shards have 2048 tokens", hint="leave it out")
+    path = write_config(tmp_path, "model:\n  vocab_size: 1000\ntrain:\n  until: [1kit, 1ep]\n")
+    loaded_config = load_config(path, ["data.vocab_size=9"])
+    problem = loaded_config.problem(
+        "model.vocab_size", "the shards have 2048 tokens", hint="leave it out"
+    )
     assert str(problem) == (
         f"{path}:2:15: the shards have 2048 tokens; leave it out\n"
         "  2 |   vocab_size: 1000\n"
         "    |               ^"
     )
     assert problem.key == "model.vocab_size"
-    assert loaded.problem("train.until[1]", "x").where == f"{path}:4:17"
-    assert loaded.problem("data.vocab_size", "x").where == "--set data.vocab_size=9"
-    assert loaded.problem("model.n_head", "x").where == "default"
+    assert loaded_config.problem("train.until[1]", "x").where == f"{path}:4:17"
+    assert loaded_config.problem("data.vocab_size", "x").where == "--set data.vocab_size=9"
+    assert loaded_config.problem("model.n_head", "x").where == "default"
 
 
 def test_a_config_is_handed_to_another_process_whole(tmp_path: Path) -> None:
     operation = "{name: change_lr, value: .5, when: {at_step: 7}}"
-    path = written(tmp_path, f"preset: llama\ntrain: {{until: 8it}}\nschedule:\n- {operation}\n")
-    loaded = load_config(path, ["model.n_layer=2"])
-    again = loaded_from_json(loaded.to_json())
-    assert again.config == loaded.config
-    assert again.to_yaml() == loaded.to_yaml()
+    path = write_config(
+        tmp_path, f"preset: llama\ntrain: {{until: 8it}}\nschedule:\n- {operation}\n"
+    )
+    loaded_config = load_config(path, ["model.n_layer=2"])
+    second = loaded_from_json(loaded_config.to_json())
+    assert second.config == loaded_config.config
+    assert second.to_yaml() == loaded_config.to_yaml()
     for key in (
         "train.until[0]",
         "schedule[0].when.at_step",
@@ -113,7 +117,7 @@ def test_a_config_is_handed_to_another_process_whole(tmp_path: Path) -> None:
         "model.norm",
         "seed",
     ):
-        assert again.problem(key, "x") == loaded.problem(key, "x")
+        assert second.problem(key, "x") == loaded_config.problem(key, "x")
 
 
 def test_what_a_launcher_hands_over_is_taken_once(
@@ -121,9 +125,9 @@ def test_what_a_launcher_hands_over_is_taken_once(
 ) -> None:
     (tmp_path / "config.json").write_text(load_config(None, ["seed=3"]).to_json())
     monkeypatch.setenv(CONFIG_VARIABLE, str(tmp_path / "config.json"))
-    taken = from_launcher()
-    assert taken is not None
-    assert taken.config.seed == 3
+    loaded_config = from_launcher()
+    assert loaded_config is not None
+    assert loaded_config.config.seed == 3
     assert from_launcher() is None
 
 
@@ -133,26 +137,28 @@ def test_a_value_of_a_preset_points_at_the_preset() -> None:
 
 
 def test_a_clash_points_at_what_the_user_wrote_rather_than_at_a_preset(tmp_path: Path) -> None:
-    path = written(tmp_path, "preset: llama\nmodel:\n  n_head: 4\n  n_embd: 12\n")
+    path = write_config(tmp_path, "preset: llama\nmodel:\n  n_head: 4\n  n_embd: 12\n")
     with pytest.raises(ConfigError, match=r"grow\.yaml:4:11: rope turns pairs"):
         load_config(path)
 
 
 def test_the_resolved_config_is_read_back_equal(tmp_path: Path) -> None:
-    source = written(tmp_path, "preset: llama\ndata:\n  source: 'a b/*.txt'\n")
-    loaded = load_config(source, ["optimizer.lr=3e-6", "train.ema=0.999", "data.text_field='#: x'"])
+    source = write_config(tmp_path, "preset: llama\ndata:\n  source: 'a b/*.txt'\n")
+    loaded_config = load_config(
+        source, ["optimizer.lr=3e-6", "train.ema=0.999", "data.text_field='#: x'"]
+    )
     copy = tmp_path / "run.yaml"
-    copy.write_text(loaded.to_yaml(), encoding="utf-8")
-    again = load_config(str(copy))
-    assert again.config == loaded.config
-    assert "default" not in again.origins.values()
+    copy.write_text(loaded_config.to_yaml(), encoding="utf-8")
+    second = load_config(str(copy))
+    assert second.config == loaded_config.config
+    assert "default" not in second.origins.values()
 
 
 def test_checks_of_higher_rooms_are_told_with_all_else(tmp_path: Path) -> None:
     def check(config: LanguageConfig) -> list[ConfigProblem]:
         return [ConfigProblem(("model.n_layer",), f"{config.model.n_layer} is too few", "more")]
 
-    path = written(tmp_path, "model:\n  n_hed: 3\n  n_layer: 2\n")
+    path = write_config(tmp_path, "model:\n  n_hed: 3\n  n_layer: 2\n")
     with pytest.raises(ConfigError) as caught:
         load_config(path, [], [check])
     assert [problem.message for problem in caught.value.problems] == [
@@ -163,7 +169,9 @@ def test_checks_of_higher_rooms_are_told_with_all_else(tmp_path: Path) -> None:
 
 
 def test_the_resolved_config_tells_each_origin(tmp_path: Path) -> None:
-    text = load_config(written(tmp_path, "preset: llama\nseed: 3\n"), ["model.n_layer=2"]).to_yaml()
+    text = load_config(
+        write_config(tmp_path, "preset: llama\nseed: 3\n"), ["model.n_layer=2"]
+    ).to_yaml()
     ends = {line.split(":")[0].strip(): line.split("# ")[-1] for line in text.splitlines() if line}
     assert {line.key: line.origin for line in lines_of(text)}[
         "seed"
@@ -178,8 +186,8 @@ def test_the_resolved_config_tells_each_origin(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", names_in(PRESETS))
 def test_a_preset_is_valid_by_itself_and_described(name: str) -> None:
-    loaded = load_config(None, [f"preset={name}"])
-    assert f"preset {name}" in loaded.origins.values()
+    loaded_config = load_config(None, [f"preset={name}"])
+    assert f"preset {name}" in loaded_config.origins.values()
     assert (PRESETS / f"{name}.yaml").read_text().startswith("# ")
 
 
@@ -223,12 +231,14 @@ def test_junk_is_a_config_or_a_config_error_and_nothing_else(
 
 
 def test_loading_imports_neither_torch_nor_numpy(tmp_path: Path) -> None:
-    path = written(tmp_path, "preset: llama\nmodel:\n  n_head: 2\n")
+    path = write_config(tmp_path, "preset: llama\nmodel:\n  n_head: 2\n")
     code = (
         "import sys\n"
         "from instar.config.load import load_config\n"
         f"load_config({path!r}, ['seed=1']).to_yaml()\n"
         "print([name for name in ('torch', 'numpy', 'rich', 'click') if name in sys.modules])\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout == "[]\n"

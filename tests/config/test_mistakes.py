@@ -121,9 +121,9 @@ def test_messages_are_free_of_the_library_s_jargon(tmp_path: Path, text: str) ->
     path = tmp_path / "run.yaml"
     path.write_text(text, encoding="utf-8")
     (problem,) = problems_of(path)
-    said = problem.message.lower()
+    message = problem.message.lower()
     for word in ("input should", "valid integer", "instance of", "pydantic", "tuple", "while par"):
-        assert word not in said
+        assert word not in message
 
 
 def test_all_mistakes_come_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def test_of_thousands_of_errors_a_hundred_are_told(tmp_path: Path, text: str) ->
     began = time.process_time()
     problems = problems_of(path)
     assert len(problems) == 101
-    assert sum("there are more than 100 errors" in each.message for each in problems) == 1
+    assert sum("there are more than 100 errors" in problem.message for problem in problems) == 1
     assert time.process_time() - began < 4
 
 
@@ -313,5 +313,5 @@ def test_aliases_that_unfold_without_end_are_stopped(tmp_path: Path) -> None:
     lines = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 20)]
     path.write_text("\n".join(lines))
-    said = [problem.message for problem in problems_of(path)]
-    assert said.count("more than 20,000 values; this is not a config") == 1
+    messages = [problem.message for problem in problems_of(path)]
+    assert messages.count("more than 20,000 values; this is not a config") == 1

@@ -9,7 +9,7 @@ from instar.config.load import load_config
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (
             "parallel: {world_size: 3, devices: [0, 1]}",
@@ -24,12 +24,12 @@ from instar.config.load import load_config
         ("parallel: {master_port: 70000}", "parallel.master_port must be"),
     ],
 )
-def test_what_cannot_be_is_told_with_its_place(tmp_path: Path, text: str, said: str) -> None:
+def test_what_cannot_be_is_told_with_its_place(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "a.yaml").write_text(text + "\n")
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as error:
         load_config(str(tmp_path / "a.yaml"))
-    assert said in str(told.value)
-    assert "a.yaml:" in str(told.value)
+    assert message in str(error.value)
+    assert "a.yaml:" in str(error.value)
 
 
 def test_what_fits_is_accepted(tmp_path: Path) -> None:

@@ -20,16 +20,16 @@ SETS = [
 ]
 
 
-def shown(text: str) -> str:
+def redacted_text(text: str) -> str:
     return "\n".join(f"{line.text}  # {line.origin}" for line in redacted_lines(lines_of(text)))
 
 
 def test_a_resolved_config_is_shown_without_secrets() -> None:
-    text = shown(load_config(None, SETS, checks=()).to_yaml())
+    text = redacted_text(load_config(None, SETS, checks=()).to_yaml())
     assert "SECRET" not in text
     assert text.count(HIDDEN) >= 6
-    for kept in ("name: shown", "data.example.org/a.txt", "part=7", "divergence: 0.2", "n_layer"):
-        assert kept in text
+    for word in ("name: shown", "data.example.org/a.txt", "part=7", "divergence: 0.2", "n_layer"):
+        assert word in text
     lines = lines_of(load_config(None, [], checks=()).to_yaml())
     assert redacted_lines(lines) == lines
 
@@ -47,7 +47,7 @@ def test_a_resolved_config_is_shown_without_secrets() -> None:
     ],
 )
 def test_secrets_are_hidden_however_a_config_is_written(text: str) -> None:
-    assert "SECRET" not in shown(text)
+    assert "SECRET" not in redacted_text(text)
 
 
 def test_values_are_hidden_by_key_and_by_what_they_are() -> None:
@@ -84,18 +84,18 @@ BAD = {
 def test_a_mistake_in_a_secret_is_named_without_it(text: str, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(f"{text}\n")
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises(ConfigError) as error:
         load_config(str(file), (), checks=())
-    assert BAD[text] in str(raised.value)
-    assert "SECRET" not in str(raised.value)
+    assert BAD[text] in str(error.value)
+    assert "SECRET" not in str(error.value)
 
 
 def test_an_option_with_a_secret_is_named_without_it() -> None:
     for option in SETS[:4]:
         key = option.partition("=")[0]
-        with pytest.raises(ConfigError, match=f"--set {key}: ") as raised:
+        with pytest.raises(ConfigError, match=f"--set {key}: ") as error:
             load_config(None, [f"{key}={{a: SECRET}}"], checks=())
-        assert "SECRET" not in str(raised.value)
+        assert "SECRET" not in str(error.value)
 
 
 def test_a_line_without_secrets_is_shown_where_it_is_wrong(tmp_path: Path) -> None:

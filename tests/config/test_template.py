@@ -56,7 +56,7 @@ def test_simple_texts_need_no_quotes() -> None:
     assert in_yaml("1e5") == '"1e5"'
 
 
-def uncommented(text: str) -> str:
+def uncomment(text: str) -> str:
     """The template with every '#key: value' line set."""
     return re.sub(r"^( *)#(\w+:)", r"\1\2", text, flags=re.MULTILINE)
 
@@ -77,9 +77,9 @@ def test_the_template_loads_and_shows_the_values_in_force(
     text = starter(kind, "gpt.yaml", [preset] if preset else [])
     path, full = tmp_path / "gpt.yaml", tmp_path / "full.yaml"
     path.write_text(text, encoding="utf-8")
-    full.write_text(uncommented(text), encoding="utf-8")
-    loaded, all_set = load_config(str(path)), load_config(str(full))
-    assert all_set.config == loaded.config
+    full.write_text(uncomment(text), encoding="utf-8")
+    loaded_config, all_set = load_config(str(path)), load_config(str(full))
+    assert all_set.config == loaded_config.config
     assert "default" not in all_set.origins.values()
 
 
@@ -96,36 +96,36 @@ def test_the_template_is_a_small_gpt_on_the_built_in_corpus(tmp_path: Path) -> N
 def test_the_template_leaves_to_a_preset_what_the_preset_sets(tmp_path: Path) -> None:
     path = tmp_path / "gpt.yaml"
     path.write_text(starter("gpt", str(path), ["llama", "plain"]), encoding="utf-8")
-    loaded = load_config(str(path))
-    assert loaded.config.preset == ("llama", "plain")
-    assert loaded.origins["model.norm"] == "preset plain"
-    assert loaded.origins["optimizer.lr"] == "preset plain"
-    assert loaded.config.optimizer.beta2 == 0.99
+    loaded_config = load_config(str(path))
+    assert loaded_config.config.preset == ("llama", "plain")
+    assert loaded_config.origins["model.norm"] == "preset plain"
+    assert loaded_config.origins["optimizer.lr"] == "preset plain"
+    assert loaded_config.config.optimizer.beta2 == 0.99
 
 
 def test_the_template_of_growth_has_a_schedule_line_by_line(tmp_path: Path) -> None:
     text = starter("growth", "growth.yaml")
     path = tmp_path / "growth.yaml"
     path.write_text(text, encoding="utf-8")
-    names = [each.name for each in load_config(str(path)).config.schedule]
+    names = [operation.name for operation in load_config(str(path)).config.schedule]
     assert names == ["insert_layers", "widen_mlp", "change_lr"]
     assert [line for line in text.splitlines() if line.startswith("  - {name: change_lr,")]
 
 
-def told(text: str) -> str:
+def comments_of(text: str) -> str:
     """What the comments say, on one line."""
-    said = " ".join(re.sub(r"^\s*#", "", line) for line in text.splitlines())
-    return re.sub(r"\s+", " ", said)
+    comments = " ".join(re.sub(r"^\s*#", "", line) for line in text.splitlines())
+    return re.sub(r"\s+", " ", comments)
 
 
 @pytest.mark.parametrize("kind", starter_files())
 def test_every_key_stands_in_the_template_with_its_description(kind: str) -> None:
     text, root = starter(kind, "a.yaml"), root_of(TASKS[kind])
-    said = told(text)
+    comments = comments_of(text)
     for key, field in schema_keys(root).items():
         assert re.search(rf"^ *#?{key.rpartition('.')[2]}:( |$)", text, re.MULTILINE), key
         assert field.description
-        assert field.description in said
+        assert field.description in comments
 
 
 def test_a_kind_names_a_task_of_its_own_or_none() -> None:

@@ -47,7 +47,7 @@ CHANGED: dict[str, Any] = {
 """other values than the default, for arguments that are no shares and no flags"""
 
 
-def changed(name: str) -> dict[str, Any]:
+def changed_options(name: str) -> dict[str, Any]:
     """Options of an optimizer, each with another value than its default."""
     return {
         option: CHANGED.get(
@@ -119,7 +119,9 @@ def test_what_torch_refuses_is_refused_and_what_is_allowed_torch_takes(name: str
 @pytest.mark.parametrize("has_options", [False, True])
 def test_states_are_those_that_torch_keeps(name: str, has_options: bool) -> None:
     more = {"momentum": 0.5} if has_options and "momentum" in OPTIMIZERS[name].keys else {}
-    values = section(name, options=changed(name) if has_options else {}, **more).model_dump()
+    values = section(
+        name, options=changed_options(name) if has_options else {}, **more
+    ).model_dump()
     parameter = Parameter(torch.ones(3, 2))
     optimizer = OF_TORCH[name]([parameter], lr=0.1, **constructor_arguments(name, values))
     parameter.grad = torch.ones(3, 2)
@@ -173,7 +175,7 @@ def test_all_mistakes_are_told_at_once_with_what_to_write() -> None:
 
 
 def test_options_are_merged_key_by_key_and_kept_when_a_run_is_resumed() -> None:
-    loaded = load_config(
+    loaded_config = load_config(
         None,
         [
             "optimizer.name=rmsprop",
@@ -181,10 +183,10 @@ def test_options_are_merged_key_by_key_and_kept_when_a_run_is_resumed() -> None:
             "optimizer.options.centered=true",
         ],
     )
-    assert loaded.config.optimizer.options == {"alpha": 0.9, "centered": True}
-    assert loaded.config.optimizer.beta1 is None
-    again = type(loaded.config).model_validate_json(loaded.config.model_dump_json())
-    assert again == loaded.config
+    assert loaded_config.config.optimizer.options == {"alpha": 0.9, "centered": True}
+    assert loaded_config.config.optimizer.beta1 is None
+    copy = type(loaded_config.config).model_validate_json(loaded_config.config.model_dump_json())
+    assert copy == loaded_config.config
 
 
 @pytest.mark.parametrize("name", ["adafactor", "rprop"])
@@ -210,16 +212,18 @@ def test_the_rate_of_the_others_does_not_follow_the_size_if_nobody_knows_how() -
 
 
 def test_of_instars_own_optimizers_it_is_said_what_has_no_effect() -> None:
-    def said(*overrides: str) -> list[str]:
-        prepared = preflight(load_config(None, overrides), 1, assume=lambda _: None)
-        return [text for text in prepared.warnings if "has no effect" in text]
+    def warnings_of(*overrides: str) -> list[str]:
+        preparation = preflight(load_config(None, overrides), 1, assume=lambda _: None)
+        return [text for text in preparation.warnings if "has no effect" in text]
 
-    assert said() == said("optimizer.name=muon", "optimizer.muon_lr=0.1") == []
-    assert said("optimizer.momentum=0.5", "optimizer.muon_lr=0.1") == [
+    assert warnings_of() == warnings_of("optimizer.name=muon", "optimizer.muon_lr=0.1") == []
+    assert warnings_of("optimizer.momentum=0.5", "optimizer.muon_lr=0.1") == [
         f"optimizer.{key} has no effect on adamw" for key in ("momentum", "muon_lr")
     ]
-    assert said("optimizer={name: sgd, beta2: 0.5}") == ["optimizer.beta2 has no effect on sgd"]
-    assert said("learning_rate={gamma: 0.3}") == [
+    assert warnings_of("optimizer={name: sgd, beta2: 0.5}") == [
+        "optimizer.beta2 has no effect on sgd"
+    ]
+    assert warnings_of("learning_rate={gamma: 0.3}") == [
         "learning_rate.gamma has no effect on the shape cosine"
     ]
 
@@ -230,5 +234,7 @@ def test_no_optimizer_needs_torch_to_be_checked() -> None:
         "load_config(None, ['optimizer.name=rmsprop', 'optimizer.options={alpha: 0.5}']);"
         "assert 'torch' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr

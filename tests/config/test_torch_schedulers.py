@@ -57,11 +57,11 @@ def problems(*overrides: str) -> dict[str, str]:
 
 
 def test_every_scheduler_of_torch_is_a_shape_or_is_refused_by_name() -> None:
-    refused = {name for name in OF_TORCH if name.lower() in REFUSED}
-    assert OF_TORCH.keys() == SCHEDULERS.keys() | refused
-    assert len(refused) == len(REFUSED)
+    names = {name for name in OF_TORCH if name.lower() in REFUSED}
+    assert OF_TORCH.keys() == SCHEDULERS.keys() | names
+    assert len(names) == len(REFUSED)
     assert CURVES.keys() == SCHEDULERS.keys() == {s for s in get_args(Shape) if s[0].isupper()}
-    for name in refused:
+    for name in names:
         remedy = re.escape(REFUSED[name.lower()])
         with pytest.raises(ConfigError, match=remedy):
             load_config(None, [f"learning_rate.shape={name}"])
@@ -89,18 +89,18 @@ def test_what_is_allowed_torch_takes(name: str) -> None:
         for value in filter(argument.is_valid, TRIED):
             optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1, momentum=0.9)
             number = type(argument.default) is float  # torch tells 1 from 1.0
-            given = {option: float(value) if number else value}
-            OF_TORCH[name](optimizer, **{**NEEDED.get(name, {}), **more, **given})
+            setting = {option: float(value) if number else value}
+            OF_TORCH[name](optimizer, **{**NEEDED.get(name, {}), **more, **setting})
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_torchs_names_have_torchs_defaults(name: str) -> None:
     rate = LearningRateConfig.model_validate({"shape": name})
     assert (rate.warmup_iters, rate.min_lr_ratio) == (0, 0.0)
-    needed = {f"learning_rate.options.{option}" for option in NEEDED.get(name, {})}
+    expected = {f"learning_rate.options.{option}" for option in NEEDED.get(name, {})}
     assert {
         message.partition(" is needed")[0] for message in problems(f"learning_rate.shape={name}")
-    } == needed
+    } == expected
 
 
 def test_all_mistakes_are_told_at_once_with_what_to_write() -> None:

@@ -112,8 +112,8 @@ def hostile(folder: Path, task: str, mark: Path, **more: Any) -> RunDir:
     run = RunDir(folder)
     text = run.config.read_text().replace("task: language", f"task: {task}")
     section = "\nmodel: {width: 3, copy: 1, inner: {depth: 2}}\n\ndata: {val: 21, side: left}\n"
-    head, _, rest = text.partition("\nmodel:")
-    tail = rest[rest.index("\ntrain:") :]
+    head, _, remainder = text.partition("\nmodel:")
+    tail = remainder[remainder.index("\ntrain:") :]
     run.config.write_text(head + section + tail)
     for name in SHADOWS:
         (folder / f"{name}.py").write_text(CANARY.format(mark=str(mark)))
@@ -133,22 +133,22 @@ def hostile(folder: Path, task: str, mark: Path, **more: Any) -> RunDir:
 
 
 @pytest.fixture
-def theirs(tmp_path: Path) -> tuple[Path, Path]:
+def foreign_runs(tmp_path: Path) -> tuple[Path, Path]:
     """A folder with two foreign runs and their modules, and the file that a module writes."""
     mark = tmp_path / "was-run"
-    there = tmp_path / "there"
-    save(deltas_of(hostile(there / "a", "notes:Task", mark).path), 4)
-    save_file(first(), there / "old.safetensors")
-    save_file(after(first(), 1), there / "new.safetensors")
-    hostile(there / "b", "b.notes:Task", mark, history=[])
+    folder = tmp_path / "there"
+    save(deltas_of(hostile(folder / "a", "notes:Task", mark).path), 4)
+    save_file(first(), folder / "old.safetensors")
+    save_file(after(first(), 1), folder / "new.safetensors")
+    hostile(folder / "b", "b.notes:Task", mark, history=[])
     for name in SHADOWS:
-        shutil.copy(there / "a" / f"{name}.py", there)
-    return there, mark
+        shutil.copy(folder / "a" / f"{name}.py", folder)
+    return folder, mark
 
 
 def test_every_command_is_known_to_read_or_to_run_code() -> None:
-    listed = {*leaves(commands), "fleet host"}  # which engines type, and no help lists
-    assert listed == READING.keys() | TAKE_NO_RUN | RUN_ITS_CODE  # type: ignore[arg-type]
+    names = {*leaves(commands), "fleet host"}  # which engines type, and no help lists
+    assert names == READING.keys() | TAKE_NO_RUN | RUN_ITS_CODE  # type: ignore[arg-type]
 
 
 def test_the_page_on_security_names_every_command_that_runs_code() -> None:
@@ -157,31 +157,37 @@ def test_the_page_on_security_names_every_command_that_runs_code() -> None:
     assert {*re.findall(r"`([a-z ]+)`", text)} == RUN_ITS_CODE
 
 
-def test_reading_a_foreign_run_imports_nothing_of_it(theirs: tuple[Path, Path]) -> None:
-    there, mark = theirs
-    asked = {name: [*name.split(), *words] for name, words in READING.items() if words}
+def test_reading_a_foreign_run_imports_nothing_of_it(foreign_runs: tuple[Path, Path]) -> None:
+    folder, mark = foreign_runs
+    command_lines = {name: [*name.split(), *words] for name, words in READING.items() if words}
     outcomes = dict(
-        zip(asked, run_commands([(there, argv) for argv in asked.values()]), strict=True)
+        zip(
+            command_lines,
+            run_commands([(folder, argv) for argv in command_lines.values()]),
+            strict=True,
+        )
     )
     for name, outcome in outcomes.items():
         assert "Traceback" not in outcome.err, (name, outcome.err)
     assert not mark.exists()
     good = ("logs", "report", "config", "checkpoint list", "checkpoint diff", "control", "delta")
     model = ("sample", "checkpoint export", "delta export")  # say whose it is
-    failed = {
+    failures = {
         n: o.err for n, o in outcomes.items() if n.startswith(good) and n not in model and o.code
     }
-    assert failed == {}
+    assert failures == {}
     for name in model:
         assert outcomes[name].code in (2, 3), name
-    shown = outcomes["config show"].out
-    assert "inner: {depth: 2}" in shown
-    assert "copy: 1" in shown
-    assert "side: left" in shown
+    output = outcomes["config show"].out
+    assert "inner: {depth: 2}" in output
+    assert "copy: 1" in output
+    assert "side: left" in output
 
 
-def test_a_foreign_folder_as_working_directory_shadows_no_module(theirs: tuple[Path, Path]) -> None:
-    there, mark = theirs
+def test_a_foreign_folder_as_working_directory_shadows_no_module(
+    foreign_runs: tuple[Path, Path],
+) -> None:
+    folder, mark = foreign_runs
     for argv in (
         ["logs", "compare", ".", "../b"],
         ["checkpoint", "diff", ".", "../b"],
@@ -189,19 +195,19 @@ def test_a_foreign_folder_as_working_directory_shadows_no_module(theirs: tuple[P
         ["config", "show", "run.yaml"],
         ["logs", "summary", "."],
     ):
-        done = subprocess.run(
-            [SCRIPT, *argv], cwd=there / "a", capture_output=True, text=True, check=False
+        result = subprocess.run(
+            [SCRIPT, *argv], cwd=folder / "a", capture_output=True, text=True, check=False
         )
-        assert "Traceback" not in done.stderr, done.stderr
+        assert "Traceback" not in result.stderr, result.stderr
     assert not mark.exists()
 
 
 def test_what_the_dashboard_tells_of_a_foreign_run_imports_nothing(
-    theirs: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    foreign_runs: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there, mark = theirs
-    monkeypatch.chdir(there)
-    catalog = Catalog(there, app.catalog_row, app.unread_row)
+    folder, mark = foreign_runs
+    monkeypatch.chdir(folder)
+    catalog = Catalog(folder, app.catalog_row, app.unread_row)
     catalog.refresh()
     run = catalog.find("a")
     assert run is not None
@@ -214,10 +220,10 @@ def test_what_the_dashboard_tells_of_a_foreign_run_imports_nothing(
 
 
 def test_difference_tells_settings_of_a_task_whose_class_is_not_there(
-    theirs: tuple[Path, Path],
+    foreign_runs: tuple[Path, Path],
 ) -> None:
-    there, _ = theirs
-    (outcome,) = run_commands([(there, ["checkpoint", "diff", "a", "b", "--json"])])
+    folder, _ = foreign_runs
+    (outcome,) = run_commands([(folder, ["checkpoint", "diff", "a", "b", "--json"])])
     settings = json.loads(outcome.out)["settings"]
     assert settings["in force: lr"] == {"a": 5e-4, "b": 1e-3}
     assert settings["task"] == {"a": "notes:Task", "b": "b.notes:Task"}
@@ -233,20 +239,20 @@ def config(folder: Path, text: str) -> Path:
 
 
 @pytest.fixture
-def owned(monkeypatch: pytest.MonkeyPatch) -> set[Path]:
+def foreign_files(monkeypatch: pytest.MonkeyPatch) -> set[Path]:
     """Files that another user owns, as far as `stat` says: a test may not be root."""
-    others: set[Path] = set()
+    paths: set[Path] = set()
     real = Path.stat
 
     def stat(path: Path, **options: Any) -> os.stat_result:
-        found = real(path, **options)
-        if path.absolute() in others:
-            return os.stat_result([*found[:4], 54321, *found[5:10]])
-        return found
+        status = real(path, **options)
+        if path.absolute() in paths:
+            return os.stat_result([*status[:4], 54321, *status[5:10]])
+        return status
 
     monkeypatch.setattr(Path, "stat", stat)
     monkeypatch.delenv(TRUST_VARIABLE, raising=False)
-    return others
+    return paths
 
 
 NAMED = {
@@ -257,23 +263,27 @@ NAMED = {
 }
 
 
-@pytest.mark.parametrize("named", NAMED)
-@pytest.mark.parametrize("whose", ["config", "folder", "module"])
+@pytest.mark.parametrize("kind", NAMED)
+@pytest.mark.parametrize("foreign_part", ["config", "folder", "module"])
 def test_another_users_code_is_not_run_unasked(
-    named: str, whose: str, tmp_path: Path, owned: set[Path], monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    foreign_part: str,
+    tmp_path: Path,
+    foreign_files: set[Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if (named, whose) == ("alert", "module"):
+    if (kind, foreign_part) == ("alert", "module"):
         return  # a program is no module
     monkeypatch.chdir(tmp_path)
-    path = config(tmp_path, NAMED[named])
+    path = config(tmp_path, NAMED[kind])
     mark = tmp_path / "was-run"
     module = tmp_path / "theirs_task.py"
     module.write_text(CANARY.format(mark=str(mark)))
-    owned.add({"config": path, "folder": tmp_path, "module": module}[whose])
-    with pytest.raises(Untrusted) as raised:
+    foreign_files.add({"config": path, "folder": tmp_path, "module": module}[foreign_part])
+    with pytest.raises(Untrusted) as error:
         load_config("own.yaml")
-    assert "--trust-code" in str(raised.value)
-    assert "54321" in str(raised.value)
+    assert "--trust-code" in str(error.value)
+    assert "54321" in str(error.value)
     assert not mark.exists()
 
 
@@ -286,30 +296,32 @@ PLACES = {
 
 @pytest.mark.parametrize("key", PLACES)
 def test_another_users_config_sends_a_run_nowhere_unasked(
-    key: str, tmp_path: Path, owned: set[Path], monkeypatch: pytest.MonkeyPatch
+    key: str, tmp_path: Path, foreign_files: set[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     path = config(tmp_path, PLACES[key])
     load_config("own.yaml", checks=())
-    owned.add(path)
-    with pytest.raises(Untrusted, match=f"{key} says where the run is sent") as raised:
+    foreign_files.add(path)
+    with pytest.raises(Untrusted, match=f"{key} says where the run is sent") as error:
         load_config("own.yaml", checks=())
-    assert "SECRET" not in str(raised.value)
-    for own in (
+    assert "SECRET" not in str(error.value)
+    for override in (
         f"{key}=null",
         "record.alerts={}",
         "record.trackers=null",
         f"{key}=http://mine.org/",
     ):
-        if key.startswith(own.partition("=")[0]):
-            load_config("own.yaml", [own], checks=())
+        if key.startswith(override.partition("=")[0]):
+            load_config("own.yaml", [override], checks=())
     monkeypatch.setenv(TRUST_VARIABLE, "1")
     load_config("own.yaml", checks=())
 
 
-def test_a_foreign_config_without_code_needs_no_trust(tmp_path: Path, owned: set[Path]) -> None:
+def test_a_foreign_config_without_code_needs_no_trust(
+    tmp_path: Path, foreign_files: set[Path]
+) -> None:
     path = config(tmp_path, "train: {batch_size: 3}")
-    owned.add(path)
+    foreign_files.add(path)
     assert load_config(str(path)).config.train.batch_size == 3
 
 
@@ -324,8 +336,8 @@ def test_a_package_is_followed_to_the_module_without_import(
     (tmp_path / "outer" / "inner" / "task.py").write_text("")
     (tmp_path / "plain" / "deep").mkdir(parents=True)
     (tmp_path / "plain" / "deep" / "task.py").write_text("")
-    found = set(module_files("outer.inner.task:Task"))
-    assert {tmp_path / "outer/__init__.py", tmp_path / "outer/inner/task.py"} <= found
+    files = set(module_files("outer.inner.task:Task"))
+    assert {tmp_path / "outer/__init__.py", tmp_path / "outer/inner/task.py"} <= files
     assert {tmp_path / "plain", tmp_path / "plain/deep/task.py"} <= set(
         module_files("plain.deep.task:Task")
     )
@@ -353,24 +365,24 @@ def test_without_a_terminal_a_foreign_config_is_refused_and_the_flag_runs_it(
     config(tmp_path, "task: theirs_task:Task")
     (tmp_path / "theirs_task.py").write_text("print('was run')\nclass Task: pass\n")
     argv = [sys.executable, "-c", GATED, "config", "show", "own.yaml"]
-    refused = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert refused.returncode == 2
-    assert "--trust-code" in refused.stderr
-    assert "was run" not in refused.stdout
-    trusted = subprocess.run(
+    refusal = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert refusal.returncode == 2
+    assert "--trust-code" in refusal.stderr
+    assert "was run" not in refusal.stdout
+    result = subprocess.run(
         [*argv, "--trust-code"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
-    assert trusted.returncode == 0, trusted.stderr
-    assert "was run" in trusted.stdout
+    assert result.returncode == 0, result.stderr
+    assert "was run" in result.stdout
 
 
 @pytest.mark.parametrize(("answer", "code"), [("y", 0), ("n", 2)])
 def test_on_a_terminal_whoever_sits_there_is_asked(answer: str, code: int, tmp_path: Path) -> None:
     config(tmp_path, "task: theirs_task:Task")
     (tmp_path / "theirs_task.py").write_text("print('was run')\nclass Task: pass\n")
-    said = on_terminal(["config", "show", "own.yaml"], f"{answer}\n", tmp_path, code)
-    assert "Run this code?" in said
-    assert ("was run" in said) == (answer == "y")
+    output = on_terminal(["config", "show", "own.yaml"], f"{answer}\n", tmp_path, code)
+    assert "Run this code?" in output
+    assert ("was run" in output) == (answer == "y")
 
 
 def on_terminal(argv: Sequence[str], answer: str, folder: Path, code: int) -> str:
@@ -379,7 +391,7 @@ def on_terminal(argv: Sequence[str], answer: str, folder: Path, code: int) -> st
         os.chdir(folder)
         os.execv(sys.executable, [sys.executable, "-c", GATED, *argv])
     os.write(descriptor, answer.encode())
-    said = b""
+    output = b""
     while True:
         try:
             part = os.read(descriptor, 4096)
@@ -387,8 +399,8 @@ def on_terminal(argv: Sequence[str], answer: str, folder: Path, code: int) -> st
             break
         if not part:
             break
-        said += part
+        output += part
     _, status = os.waitpid(pid, 0)
     os.close(descriptor)
-    assert os.waitstatus_to_exitcode(status) == code, said.decode()
-    return said.decode()
+    assert os.waitstatus_to_exitcode(status) == code, output.decode()
+    return output.decode()

@@ -88,61 +88,61 @@ def test_a_deleted_extension_is_named_with_the_command_that_installs_it(
     names: list[str], tmp_path: Path
 ) -> None:
     package = copy_without(tmp_path / "copy", *names)
-    helped = run(package, "--help", at=tmp_path)
-    assert (helped.returncode, helped.stderr) == (0, "")
-    listed = {
+    help_result = run(package, "--help", at=tmp_path)
+    assert (help_result.returncode, help_result.stderr) == (0, "")
+    command_names = {
         line.split()[0]
-        for line in helped.stdout.splitlines()
+        for line in help_result.stdout.splitlines()
         if line.startswith("  ") and line.strip()
     }
     for name in names:
         commands = BUILT_IN[name].words.get("commands", ())
-        assert listed.isdisjoint(commands)
+        assert command_names.isdisjoint(commands)
         for module in BUILT_IN[name].words.get("programs", ()):
-            refused = run(package, at=tmp_path, module=module)
-            assert refused.returncode == 2
-            assert f"{module}: this program's extension is not installed" in refused.stderr
-            assert f"pip install 'instar[{BUILT_IN[name].extra}]'" in refused.stderr
+            refusal = run(package, at=tmp_path, module=module)
+            assert refusal.returncode == 2
+            assert f"{module}: this program's extension is not installed" in refusal.stderr
+            assert f"pip install 'instar[{BUILT_IN[name].extra}]'" in refusal.stderr
         for section in BUILT_IN[name].words.get("sections", ()):
-            refused = run(package, "config", "show", "--set", f"{section}.x=1", at=tmp_path)
-            assert refused.returncode == 2
-            assert f"unknown key '{section.rpartition('.')[2]}'" in refused.stderr
-            assert "its extension is not installed: pip install" in refused.stderr
+            refusal = run(package, "config", "show", "--set", f"{section}.x=1", at=tmp_path)
+            assert refusal.returncode == 2
+            assert f"unknown key '{section.rpartition('.')[2]}'" in refusal.stderr
+            assert "its extension is not installed: pip install" in refusal.stderr
         for task in BUILT_IN[name].words.get("tasks", ()):
-            refused = run(package, "config", "show", "--set", f"task={task}", at=tmp_path)
-            assert refused.returncode == 2
-            assert f"the extension of task '{task}' is not installed; pip install" in refused.stderr
+            refusal = run(package, "config", "show", "--set", f"task={task}", at=tmp_path)
+            assert refusal.returncode == 2
+            assert f"the extension of task '{task}' is not installed; pip install" in refusal.stderr
         for kind in BUILT_IN[name].words.get("starters", ()):
-            refused = run(package, "init", kind, at=tmp_path)
-            assert refused.returncode == 2
-            assert f"the extension of '{kind}' is not installed: pip install" in refused.stderr
+            refusal = run(package, "init", kind, at=tmp_path)
+            assert refusal.returncode == 2
+            assert f"the extension of '{kind}' is not installed: pip install" in refusal.stderr
         for form in BUILT_IN[name].words.get("plots", ()):
-            refused = run(package, "logs", "plot", "--format", form, "-o", "x", at=tmp_path)
-            assert f"no extension draws {form}; pip install" in refused.stderr
+            refusal = run(package, "logs", "plot", "--format", form, "-o", "x", at=tmp_path)
+            assert f"no extension draws {form}; pip install" in refusal.stderr
         for ending in BUILT_IN[name].words.get("checkpoints", ()):
             (tmp_path / f"x{ending}").write_bytes(b"x")
-            refused = run(package, *f"checkpoint import x{ending} --to y".split(), at=tmp_path)
-            assert refused.returncode == 3
-            assert f"pip install 'instar[{BUILT_IN[name].extra}]'" in refused.stderr
+            refusal = run(package, *f"checkpoint import x{ending} --to y".split(), at=tmp_path)
+            assert refusal.returncode == 3
+            assert f"pip install 'instar[{BUILT_IN[name].extra}]'" in refusal.stderr
         for words in commands:
-            refused = run(package, *words.split(), at=tmp_path)
-            assert refused.returncode == 2
-            assert f"instar {words}: this command's extension is not installed" in refused.stderr
-            assert f"pip install 'instar[{BUILT_IN[name].extra}]'" in refused.stderr
+            refusal = run(package, *words.split(), at=tmp_path)
+            assert refusal.returncode == 2
+            assert f"instar {words}: this command's extension is not installed" in refusal.stderr
+            assert f"pip install 'instar[{BUILT_IN[name].extra}]'" in refusal.stderr
 
 
 def test_the_core_trains_without_any_extension(tmp_path: Path) -> None:
     package = copy_without(tmp_path / "copy", *BUILT_IN)
-    done = run(package, "train", tiny(tmp_path), at=tmp_path)
-    assert done.returncode == 0, done.stderr
-    listed = run(package, "logs", "list", "--json", at=tmp_path)
-    assert '"step": 4' in listed.stdout
+    result = run(package, "train", tiny(tmp_path), at=tmp_path)
+    assert result.returncode == 0, result.stderr
+    listing = run(package, "logs", "list", "--json", at=tmp_path)
+    assert '"step": 4' in listing.stdout
     small = [f"--set={setting}" for setting in SMALL_DEMO]
-    done = run(package, "demo", *small, at=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("def ")
-    assert "instar logs plot" in done.stderr
-    assert "instar report" not in done.stderr
+    result = run(package, "demo", *small, at=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("def ")
+    assert "instar logs plot" in result.stderr
+    assert "instar report" not in result.stderr
 
 
 def test_what_is_said_of_a_deleted_extension_is_what_it_adds() -> None:
@@ -178,9 +178,11 @@ def test_manifests_import_only_the_seam() -> None:
         "import sys; from instar.extensions import built_in; before = set(sys.modules); built_in();"
         "print(*sorted(set(sys.modules) - before))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     modules = {f"instar.extensions.{name}" for name in BUILT_IN}
-    assert set(done.stdout.split()) == modules
+    assert set(result.stdout.split()) == modules
 
 
 # A package of somebody else.
@@ -296,9 +298,9 @@ def install(
 
 def test_a_package_adds_a_group_of_commands(tmp_path: Path) -> None:
     path = install(tmp_path / "installed")
-    helped = run(path, "--help", at=tmp_path)
-    assert "Extensions of other packages:\n  census  Counts parameters" in helped.stdout
-    assert helped.stderr == ""
+    help_result = run(path, "--help", at=tmp_path)
+    assert "Extensions of other packages:\n  census  Counts parameters" in help_result.stdout
+    assert help_result.stderr == ""
     assert run(path, "census", "count", at=tmp_path).stdout == "42 parameters\n"
     assert run(path, "census", "--help", at=tmp_path).returncode == 0
 
@@ -329,8 +331,8 @@ def opened_for_entry_points(path: Path, cache: Path) -> tuple[list[str], list[st
     """Return the words of packages' extensions, and the files of distributions opened to find them."""
     env = {**os.environ, "PYTHONPATH": str(path), "INSTAR_CACHE_DIR": str(cache)}
     command = [sys.executable, "-c", OPENED]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
-    words, *files = done.stdout.splitlines()
+    result = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+    words, *files = result.stdout.splitlines()
     return words.split(), list(filter(None, files))
 
 
@@ -376,60 +378,60 @@ def test_a_damaged_cache_of_distributions_is_not_used(content: str, tmp_path: Pa
 @pytest.mark.parametrize("name", ["fleet", "train"])
 def test_a_package_cannot_take_a_name_of_instar(name: str, tmp_path: Path) -> None:
     path = install(tmp_path / "installed", name=name)
-    helped = run(path, "--help", at=tmp_path)
-    assert helped.returncode == 0
-    said = f"the extension {name} of census-tools is ignored: the name is Instar's own\n"
-    assert helped.stderr == said
+    help_result = run(path, "--help", at=tmp_path)
+    assert help_result.returncode == 0
+    message = f"the extension {name} of census-tools is ignored: the name is Instar's own\n"
+    assert help_result.stderr == message
     assert "42" not in run(path, name, "--help", at=tmp_path).stdout
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("import nowhere", "ModuleNotFoundError: No module named 'nowhere'"),
         ("EXTENSION = 3", "census_tools.extension:EXTENSION is no Extension named census"),
         (MANIFEST.replace('"census": ', '"train": '), "'train' does not begin with its name"),
     ],
 )
-def test_a_broken_package_breaks_only_what_uses_it(text: str, said: str, tmp_path: Path) -> None:
+def test_a_broken_package_breaks_only_what_uses_it(text: str, message: str, tmp_path: Path) -> None:
     path = install(tmp_path / "installed")
     (path / "census_tools" / "extension.py").write_text(text)
     assert run(path, "--help", at=tmp_path).returncode == 0
-    refused = run(path, "census", "count", at=tmp_path)
-    assert refused.returncode == 2
-    assert said in refused.stderr
-    assert "the extension census of census-tools" in refused.stderr
-    assert "Traceback" not in refused.stderr
+    refusal = run(path, "census", "count", at=tmp_path)
+    assert refusal.returncode == 2
+    assert message in refusal.stderr
+    assert "the extension census of census-tools" in refusal.stderr
+    assert "Traceback" not in refusal.stderr
 
 
 def test_a_package_whose_module_is_gone_is_said_once(tmp_path: Path) -> None:
     path = install(tmp_path / "installed", target="nowhere:EXTENSION")
-    helped = run(path, "--help", at=tmp_path)
-    assert helped.returncode == 0
+    help_result = run(path, "--help", at=tmp_path)
+    assert help_result.returncode == 0
     assert (
-        helped.stderr
+        help_result.stderr
         == "the extension census of census-tools is ignored: there is no module nowhere\n"
     )
 
 
 def test_a_package_takes_part_in_a_run_whose_config_has_its_section(tmp_path: Path) -> None:
     path = install(tmp_path / "installed")
-    shown = run_forked(path, "config", "show", "--set", "census.every=2", at=tmp_path)
-    assert "census:\n  every: 2" in shown.stdout
-    refused = run_forked(path, "config", "show", "--set", "census.every=x", at=tmp_path)
-    assert "census.every" in refused.stderr
-    refused = run_forked(path, "config", "show", "--set", "census.every=0", at=tmp_path)
-    assert "nothing would be counted; use 1" in refused.stderr
-    done = run_forked(path, "train", tiny(tmp_path), "--set=census.every=2", at=tmp_path)
-    assert done.returncode == 0, done.stderr
+    settings = run_forked(path, "config", "show", "--set", "census.every=2", at=tmp_path)
+    assert "census:\n  every: 2" in settings.stdout
+    refusal = run_forked(path, "config", "show", "--set", "census.every=x", at=tmp_path)
+    assert "census.every" in refusal.stderr
+    refusal = run_forked(path, "config", "show", "--set", "census.every=0", at=tmp_path)
+    assert "nothing would be counted; use 1" in refusal.stderr
+    result = run_forked(path, "train", tiny(tmp_path), "--set=census.every=2", at=tmp_path)
+    assert result.returncode == 0, result.stderr
     events = run_forked(path, "logs", "events", "--kind", "census", at=tmp_path)
     assert events.stdout.splitlines() == ["census: 3920"] * 2
     assert "census" in run_forked(path, "logs", "plot", "--metrics", "census", at=tmp_path).stdout
-    resumed = run_forked(path, "resume", "latest", "--until", "6it", at=tmp_path)
-    assert resumed.returncode == 0, resumed.stderr
+    resume_result = run_forked(path, "resume", "latest", "--until", "6it", at=tmp_path)
+    assert resume_result.returncode == 0, resume_result.stderr
     # where the package is not installed, its run can still be read
-    listed = run_forked(tmp_path, "logs", "list", "--json", at=tmp_path)
-    assert '"step": 6' in listed.stdout
+    listing = run_forked(tmp_path, "logs", "list", "--json", at=tmp_path)
+    assert '"step": 6' in listing.stdout
 
 
 def layers(run_dir: Path, step: int) -> int:
@@ -441,30 +443,30 @@ def test_a_package_adds_an_operation_of_growth(tmp_path: Path) -> None:
     path = install(tmp_path / "installed")
     entry = "{name: census.double_layers, when: {at_step: 2}}"
     grows = [f"--set=schedule=[{entry}]", "--set=record.run_dir=grown"]
-    done = run_forked(path, "train", tiny(tmp_path), *grows, at=tmp_path)
-    assert done.returncode == 0, done.stderr
+    result = run_forked(path, "train", tiny(tmp_path), *grows, at=tmp_path)
+    assert result.returncode == 0, result.stderr
     assert "census.double_layers" in run_forked(path, "logs", "events", "grown", at=tmp_path).stdout
     assert layers(tmp_path / "grown", 4) == 2
-    resumed = run_forked(path, "resume", "grown", "--until", "6it", at=tmp_path)
-    assert resumed.returncode == 0, resumed.stderr
+    resume_result = run_forked(path, "resume", "grown", "--until", "6it", at=tmp_path)
+    assert resume_result.returncode == 0, resume_result.stderr
     grow = ("grow", "grown", "larger", "--op", "census.double_layers")
-    done = run_forked(path, *grow, at=tmp_path)
-    assert done.returncode == 0, done.stderr
+    result = run_forked(path, *grow, at=tmp_path)
+    assert result.returncode == 0, result.stderr
     assert layers(tmp_path / "larger", 6) == 4
-    refused = run_forked(
+    refusal = run_forked(
         path, "train", "tiny.yaml", grows[0].replace("double", "treble"), at=tmp_path
     )
-    assert "must be an operation, got 'census.treble_layers'" in refused.stderr
-    refused = run_forked(
+    assert "must be an operation, got 'census.treble_layers'" in refusal.stderr
+    refusal = run_forked(
         path, "train", "tiny.yaml", grows[0].replace(", when", ", value: 3, when"), at=tmp_path
     )
-    assert refused.returncode == 2, refused.stderr
+    assert refusal.returncode == 2, refusal.stderr
     # where the package is not installed, what it did is told, and nothing is guessed
     for words in (grow, ("resume", "grown", "--until", "8it"), ("train", "tiny.yaml", grows[0])):
-        refused = run_forked(tmp_path, *words, at=tmp_path)
-        assert refused.returncode == 2, refused.stderr
-        assert "no package with the operation is installed, an extension 'census'" in refused.stderr
-        assert "Traceback" not in refused.stderr
+        refusal = run_forked(tmp_path, *words, at=tmp_path)
+        assert refusal.returncode == 2, refusal.stderr
+        assert "no package with the operation is installed, an extension 'census'" in refusal.stderr
+        assert "Traceback" not in refusal.stderr
     assert (
         "census.double_layers"
         in run_forked(tmp_path, "logs", "events", "grown", at=tmp_path).stdout
@@ -491,19 +493,19 @@ def test_a_package_installed_by_pip_adds_a_task_and_a_page(tmp_path: Path) -> No
     pip = ["-m", "pip", "install", "--quiet", "--no-build-isolation", "--no-deps", "--no-index"]
     words = [sys.executable, *pip, "--target", str(path), str(source)]
     subprocess.run(words, check=True, capture_output=True)
-    done = run_forked(path, "train", tiny(tmp_path), "--set=task=census", at=tmp_path)
-    assert done.returncode == 0, done.stderr
+    result = run_forked(path, "train", tiny(tmp_path), "--set=task=census", at=tmp_path)
+    assert result.returncode == 0, result.stderr
     assert (
         "task: census"
         in run_forked(path, "config", "show", "--set=task=census", at=tmp_path).stdout
     )
-    resumed = run_forked(path, "resume", "latest", "--until", "6it", at=tmp_path)
-    assert resumed.returncode == 0, resumed.stderr
+    resume_result = run_forked(path, "resume", "latest", "--until", "6it", at=tmp_path)
+    assert resume_result.returncode == 0, resume_result.stderr
     env = {**os.environ, "PYTHONPATH": str(path)}
     grows = "--set=schedule=[{name: census.double_layers, when: {at_step: 2}}]"
-    done = run_forked(path, "train", "tiny.yaml", grows, "--set=task=census", at=tmp_path)
-    assert done.returncode == 0, done.stderr
-    served = subprocess.run(
+    result = run_forked(path, "train", "tiny.yaml", grows, "--set=task=census", at=tmp_path)
+    assert result.returncode == 0, result.stderr
+    page_result = subprocess.run(
         [forks().python, "-c", PAGES],
         capture_output=True,
         text=True,
@@ -511,7 +513,7 @@ def test_a_package_installed_by_pip_adds_a_task_and_a_page(tmp_path: Path) -> No
         env=env,
         check=True,
     )
-    assert served.stdout.splitlines() == ["<h1>2 runs</h1>", "True", "404"]
+    assert page_result.stdout.splitlines() == ["<h1>2 runs</h1>", "True", "404"]
 
 
 PROJECT = """\

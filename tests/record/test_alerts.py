@@ -38,7 +38,7 @@ CAUSAL = [
 CAUSAL_SPEEDS = [423, *[1080] * 20, 893, 288, *[950] * 6]
 
 
-def raised(events: Iterable[Event], config: AlertsConfig | None = None) -> list[Alert]:
+def alerts_of(events: Iterable[Event], config: AlertsConfig | None = None) -> list[Alert]:
     rules = Rules(config or AlertsConfig(), keeps_training_loss_comparable)
     return [alert for event in events for alert in rules.update(event)]
 
@@ -55,7 +55,7 @@ def speeds(values: Iterable[float]) -> list[Event]:
 
 def noisy(level: Iterable[float], noise: float, seed: int) -> list[float]:
     chance = random.Random(seed)
-    return [each + noise * chance.gauss(0, 1) for each in level]
+    return [value + noise * chance.gauss(0, 1) for value in level]
 
 
 def falling(start: float, end: float, count: int) -> list[float]:
@@ -74,9 +74,9 @@ def test_recorded_runs_that_grew_and_were_well_raise_nothing() -> None:
         (6, OperationEvent(step=50, name="set_lr")),
     ):
         with_operations.insert(before, operation)
-    assert raised(with_operations) == []
-    assert raised(curve(CAUSAL)) == []
-    assert raised(speeds(CAUSAL_SPEEDS)) == []
+    assert alerts_of(with_operations) == []
+    assert alerts_of(curve(CAUSAL)) == []
+    assert alerts_of(speeds(CAUSAL_SPEEDS)) == []
 
 
 shapes = {
@@ -93,7 +93,7 @@ def test_noise_about_a_falling_loss_raises_nothing(
     scale: float, offset: float, noise: float, seed: int
 ) -> None:
     losses = noisy(falling(10.0, 3.0, 600), noise, seed)
-    assert raised(curve(scale * (loss + offset) for loss in losses)) == []
+    assert alerts_of(curve(scale * (loss + offset) for loss in losses)) == []
 
 
 @settings(deadline=None)
@@ -105,7 +105,7 @@ def test_noise_about_a_loss_that_never_falls_raises_nothing(seed: int, kind: str
         "laplace": lambda: chance.expovariate(1) - chance.expovariate(1),
         "uniform": chance.random,
     }[kind]
-    assert raised(curve(3.0 + draw() for _ in range(1000))) == []
+    assert alerts_of(curve(3.0 + draw() for _ in range(1000))) == []
 
 
 @settings(deadline=None)
@@ -115,7 +115,7 @@ def test_a_loss_that_gives_back_half_of_its_fall_alerts_once_and_soon(
 ) -> None:
     level = [*falling(10.0, 3.0, 300), *[6.5] * 100]
     losses = noisy(level, min(noise, 0.2), seed)
-    (alert,) = raised(curve(scale * (loss + offset) for loss in losses))
+    (alert,) = alerts_of(curve(scale * (loss + offset) for loss in losses))
     assert alert.name == "divergence"
     assert 300 < alert.step <= 300 + SMOOTHING_WINDOW
     assert alert.tokens == 10 * alert.step
@@ -130,19 +130,19 @@ def test_a_loss_that_gives_back_half_of_its_fall_alerts_once_and_soon(
 def test_a_short_spike_is_no_divergence(shift: float, spike: float, width: int) -> None:
     level = falling(10.0, 3.0, 200)
     level[120 : 120 + width] = [spike] * width
-    assert raised(curve(loss + shift for loss in level)) == []
+    assert alerts_of(curve(loss + shift for loss in level)) == []
 
 
 def test_it_alerts_again_only_after_a_recovery() -> None:
     down, up = falling(10.0, 3.0, 100), [7.0] * 30
-    assert len(raised(curve([*down, *up, *up]))) == 1
-    assert len(raised(curve([*down, *up, *[3.0] * 30, *up]))) == 2
+    assert len(alerts_of(curve([*down, *up, *up]))) == 1
+    assert len(alerts_of(curve([*down, *up, *[3.0] * 30, *up]))) == 2
 
 
 def test_a_loss_that_is_no_number_is_a_divergence() -> None:
-    (alert,) = raised(curve([*falling(10.0, 3.0, 50), *[math.nan] * 10]))
+    (alert,) = alerts_of(curve([*falling(10.0, 3.0, 50), *[math.nan] * 10]))
     assert "not finite" in alert.message
-    (alert,) = raised(curve([math.nan] * 30))
+    (alert,) = alerts_of(curve([math.nan] * 30))
     assert alert.step == MIN_RECORDS + 1
 
 
@@ -150,9 +150,9 @@ def test_a_rise_after_an_operation_has_time_to_pass() -> None:
     before = curve(falling(8.0, 3.0, 100))
     passing = curve([*falling(6.0, 3.0, MIN_RECORDS), *[3.0] * 30], 101)
     staying = curve([6.0] * 40, 101)
-    assert raised([*before, WIDEN, *passing]) == []
-    assert len(raised([*before, *staying])) == 1
-    (alert,) = raised([*before, WIDEN, *staying])
+    assert alerts_of([*before, WIDEN, *passing]) == []
+    assert len(alerts_of([*before, *staying])) == 1
+    (alert,) = alerts_of([*before, WIDEN, *staying])
     assert alert.step == 101 + MIN_RECORDS
 
 
@@ -161,46 +161,46 @@ def test_after_a_change_of_what_the_loss_is_of_it_is_compared_with_itself_alone(
     change: OperationEvent,
 ) -> None:
     before, after = curve(falling(8.0, 3.0, 100)), curve(noisy([5.0] * 60, 0.02, 1), 101)
-    assert raised([*before, change, *after]) == []
-    assert len(raised([*before, change, *after, *curve([9.0] * 20, 161)])) == 1
-    assert raised([*before, WIDEN_MLP, *after])
+    assert alerts_of([*before, change, *after]) == []
+    assert len(alerts_of([*before, change, *after, *curve([9.0] * 20, 161)])) == 1
+    assert alerts_of([*before, WIDEN_MLP, *after])
 
 
 def test_a_run_that_goes_on_from_a_checkpoint_begins_anew() -> None:
     before, after = curve(falling(8.0, 3.0, 100)), curve([6.0] * 40, 21)
-    assert raised([*before, RunStarted(run_id="ab3cd", step=20), *after]) == []
+    assert alerts_of([*before, RunStarted(run_id="ab3cd", step=20), *after]) == []
 
 
 def test_a_stall_is_told_once_until_it_is_over() -> None:
     slow = [100.0] * SLOW_RECORDS
-    (alert,) = raised(speeds([1000.0] * 20 + slow * 3))
+    (alert,) = alerts_of(speeds([1000.0] * 20 + slow * 3))
     assert (alert.name, alert.step) == ("stall", 20 + SLOW_RECORDS)
     assert "10%" in alert.message
-    assert len(raised(speeds([1000.0] * 20 + slow + [1000.0] + slow))) == 2
-    assert raised(speeds([1000.0] * 20 + slow[1:] + [1000.0] * 20 + slow[1:])) == []
+    assert len(alerts_of(speeds([1000.0] * 20 + slow + [1000.0] + slow))) == 2
+    assert alerts_of(speeds([1000.0] * 20 + slow[1:] + [1000.0] * 20 + slow[1:])) == []
 
 
 @given(st.lists(st.floats(301, 3000), min_size=1, max_size=200))
 def test_speeds_within_the_share_of_each_other_are_no_stall(values: list[float]) -> None:
-    assert raised(speeds([min(v, 1000.0) for v in values])) == []
+    assert alerts_of(speeds([min(v, 1000.0) for v in values])) == []
 
 
 def test_a_larger_model_is_slower_without_a_stall() -> None:
-    assert raised([*speeds([1000.0] * 50), WIDEN, *speeds([100.0] * 50)]) == []
+    assert alerts_of([*speeds([1000.0] * 50), WIDEN, *speeds([100.0] * 50)]) == []
 
 
 def test_skips_in_a_row_are_told_once() -> None:
     skips: list[Event] = [Skip(step=step, consecutive=step) for step in range(1, 8)]
-    (alert,) = raised(skips)
+    (alert,) = alerts_of(skips)
     assert (alert.name, alert.step) == ("nan_skips", 3)
     # the words of docs/troubleshooting.md
     assert "3 steps in a row were skipped: their gradients were not finite" in alert.message
-    assert len(raised([*skips, *skips])) == 2
+    assert len(alerts_of([*skips, *skips])) == 2
 
 
 def test_single_skips_are_told_each_where_one_is_enough() -> None:
     skips: list[Event] = [Skip(step=step, consecutive=1) for step in (5, 35, 45)]
-    alerts = raised(skips, AlertsConfig(nan_skips=1))
+    alerts = alerts_of(skips, AlertsConfig(nan_skips=1))
     assert [alert.message for alert in alerts] == [
         f"step {step}: a step was skipped: its gradients were not finite" for step in (5, 35, 45)
     ]
@@ -213,6 +213,6 @@ def test_a_rule_that_is_switched_off_says_nothing(rule: str) -> None:
         *speeds([1000.0] * 20 + [10.0] * 20),
         *(Skip(step=step, consecutive=step) for step in range(1, 8)),
     ]
-    assert {alert.name for alert in raised(events)} == {"divergence", "stall", "nan_skips"}
-    others = raised(events, AlertsConfig.model_validate({rule: None}))
-    assert {alert.name for alert in others} == {"divergence", "stall", "nan_skips"} - {rule}
+    assert {alert.name for alert in alerts_of(events)} == {"divergence", "stall", "nan_skips"}
+    alerts = alerts_of(events, AlertsConfig.model_validate({rule: None}))
+    assert {alert.name for alert in alerts} == {"divergence", "stall", "nan_skips"} - {rule}

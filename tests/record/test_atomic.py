@@ -30,10 +30,10 @@ with atomic_dir(Path(sys.argv[1])) as aside:
 
 def test_a_folder_that_is_being_made_is_not_swept(tmp_path: Path) -> None:
     """A run that starts in a folder sweeps it; a model may just be imported or exported there."""
-    with atomic_dir(tmp_path / "new") as aside:
-        (aside / "part").write_text("whole")
+    with atomic_dir(tmp_path / "new") as temporary:
+        (temporary / "part").write_text("whole")
         atomic.sweep(tmp_path)
-        assert (aside / "part").exists()
+        assert (temporary / "part").exists()
     assert (tmp_path / "new/part").read_text() == "whole"
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
 
@@ -48,9 +48,9 @@ def test_another_process_is_heard_while_it_writes_and_swept_after_its_death(
         text=True,
     ) as writer:
         assert writer.stdout is not None
-        aside = Path(writer.stdout.readline().strip())
+        temporary = Path(writer.stdout.readline().strip())
         atomic.sweep(tmp_path)
-        assert (aside / "part").exists()
+        assert (temporary / "part").exists()
         writer.send_signal(signal.SIGKILL)
     atomic.sweep(tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -72,24 +72,24 @@ def test_a_file_that_is_being_replaced_is_not_swept(
 
 
 def test_what_is_swept_before_it_is_held_is_made_again(tmp_path: Path) -> None:
-    made = []
+    calls = []
 
     def make() -> None:
         atomic.make_folder(tmp_path / ".tmp-x")
-        made.append(1)
-        if len(made) == 1:
+        calls.append(1)
+        if len(calls) == 1:
             atomic.sweep(tmp_path)
 
     with atomic.holding(make, tmp_path / ".tmp-x"):
         atomic.sweep(tmp_path)
         assert (tmp_path / ".tmp-x").is_dir()
-    assert len(made) == 2
+    assert len(calls) == 2
 
 
 def test_links_and_pipes_are_swept_without_being_followed(tmp_path: Path) -> None:
-    kept = tmp_path / "kept"
-    kept.write_text("")
-    (tmp_path / ".tmp-link").symlink_to(kept)
+    target = tmp_path / "kept"
+    target.write_text("")
+    (tmp_path / ".tmp-link").symlink_to(target)
     os.mkfifo(tmp_path / ".tmp-pipe")
     atomic.sweep(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
@@ -98,12 +98,12 @@ def test_links_and_pipes_are_swept_without_being_followed(tmp_path: Path) -> Non
 def test_a_file_is_replaced_only_when_its_block_ends(tmp_path: Path) -> None:
     path = tmp_path / "table.csv"
     path.write_text("old")
-    with suppress(ZeroDivisionError), atomic.atomic_file(path) as aside:
-        aside.write_text("half")
+    with suppress(ZeroDivisionError), atomic.atomic_file(path) as temporary:
+        temporary.write_text("half")
         raise ZeroDivisionError
     assert path.read_text() == "old"
-    with atomic.atomic_file(path, durable=False) as aside:
-        aside.write_text("new")
+    with atomic.atomic_file(path, durable=False) as temporary:
+        temporary.write_text("new")
         assert path.read_text() == "old"
     assert path.read_text() == "new"
     assert list(tmp_path.iterdir()) == [path]
@@ -121,8 +121,8 @@ def test_nothing_is_published_elsewhere() -> None:
     renaming = {path for path, call in calls if _renames(call)}
     # the store calls atomic.rename; a launcher reads the failure of a rank once; a shim is run
     # without the package
-    alone = {"distributed/failure.py", "extensions/fleet/engines/shim.py"}
-    assert renaming <= {"record/atomic.py", "checkpoint/store.py", *alone}
+    exceptions = {"distributed/failure.py", "extensions/fleet/engines/shim.py"}
+    assert renaming <= {"record/atomic.py", "checkpoint/store.py", *exceptions}
 
 
 def _renames(call: ast.Call) -> bool:
@@ -141,11 +141,11 @@ def test_a_temporary_folder_of_a_killed_process_is_deleted_by_the_next(
         "with scratch_folder('find') as folder: (folder / 'a').touch(); os.kill(os.getpid(), 9)\n"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
-    (left,) = tmp_path.iterdir()
+    (stale_folder,) = tmp_path.iterdir()
     (tmp_path / "instar-other-1").mkdir()
     (tmp_path / "instar-find-link").symlink_to(tmp_path / "instar-other-1")
     with scratch_folder("find") as first, scratch_folder("find") as second:
         assert first.is_dir()
         assert second.is_dir()
-        assert not left.exists()
+        assert not stale_folder.exists()
     assert [path.name for path in tmp_path.iterdir()] == ["instar-other-1"]

@@ -110,9 +110,9 @@ def test_a_stream_that_cannot_say_arrows_gets_ascii(
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding=encoding)
     tell_a_whole_run(open_console(stream, environment))
-    said = raw.getvalue()
-    assert b"2048->3072" in said
-    assert b"-> runs/grow-r7f3a" in said
+    output = raw.getvalue()
+    assert b"2048->3072" in output
+    assert b"-> runs/grow-r7f3a" in output
 
 
 def test_the_other_ranks_say_nothing(capfd: pytest.CaptureFixture[str]) -> None:
@@ -132,12 +132,12 @@ def terminal() -> Iterator[tuple[io.TextIOWrapper, Callable[[], str]]]:
     """A real terminal: a stream to write to, and a function that closes it and says what it got."""
     outer, inner = pty.openpty()
     tty.setraw(inner)
-    received = bytearray()
+    content = bytearray()
 
     def listen() -> None:
         try:
             while chunk := os.read(outer, 4096):
-                received.extend(chunk)
+                content.extend(chunk)
         except OSError:  # how Linux says that the other end is closed
             pass
 
@@ -148,7 +148,7 @@ def terminal() -> Iterator[tuple[io.TextIOWrapper, Callable[[], str]]]:
     def hang_up() -> str:
         stream.close()
         listener.join()
-        return received.decode()
+        return content.decode()
 
     try:
         yield stream, hang_up
@@ -157,10 +157,10 @@ def terminal() -> Iterator[tuple[io.TextIOWrapper, Callable[[], str]]]:
         os.close(outer)
 
 
-def screen(received: str) -> list[str]:
+def screen(output: str) -> list[str]:
     """What is left to read on a terminal that was sent this: rewritten lines overwritten."""
     lines, at = [""], 0
-    for piece in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", received):
+    for piece in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", output):
         if piece == "\n":
             at += 1
             lines += [""] * (at + 1 - len(lines))
@@ -177,9 +177,9 @@ def test_on_a_terminal_the_same_lines_stay(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("COLUMNS", "200")
     with terminal() as (stream, hang_up):
         tell_a_whole_run(open_console(stream, TERMINAL))
-        received = hang_up()
-    assert "\n".join(screen(received)).rstrip("\n") + "\n" == WHOLE_RUN
-    assert "\x1b[35m" in received
+        output = hang_up()
+    assert "\n".join(screen(output)).rstrip("\n") + "\n" == WHOLE_RUN
+    assert "\x1b[35m" in output
 
 
 def test_the_current_step_is_shown_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,8 +187,8 @@ def test_the_current_step_is_shown_in_place(monkeypatch: pytest.MonkeyPatch) -> 
     with terminal() as (stream, hang_up):
         console = open_console(stream, TERMINAL)
         console.progress(TRAIN)
-        received = hang_up()
-    assert screen(received)[-1] == (
+        output = hang_up()
+    assert screen(output)[-1] == (
         "  1,000   524M tok  loss 3.912  lr 3.0e-4  gn 0.81  1.02M tok/s  mfu 41%"
     )
     console.close()
@@ -212,17 +212,17 @@ def test_no_train_line_is_wider_than_the_terminal(
 def test_no_color_leaves_the_cursor_and_takes_the_colours() -> None:
     with terminal() as (stream, hang_up):
         tell_a_whole_run(open_console(stream, TERMINAL | {"NO_COLOR": "1"}))
-        received = hang_up()
-    assert "\x1b[2K" in received
-    assert not re.search(r"\x1b\[[0-9;]*3[0-7]", received)
+        output = hang_up()
+    assert "\x1b[2K" in output
+    assert not re.search(r"\x1b\[[0-9;]*3[0-7]", output)
 
 
 def test_a_killed_run_leaves_a_cursor() -> None:
     with terminal() as (stream, hang_up):
         console = open_console(stream, TERMINAL)
         console.progress(TRAIN)
-        received = hang_up()
-    assert received.rindex("\x1b[?25h") > received.rindex("\x1b[?25l")
+        output = hang_up()
+    assert output.rindex("\x1b[?25h") > output.rindex("\x1b[?25l")
     console.close()
 
 
@@ -303,7 +303,7 @@ def test_a_run_whose_reader_is_gone_ends_well(how: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     close = "2>&-" if how == "no stderr" else ""
-    done = subprocess.run(
+    result = subprocess.run(
         ["sh", "-c", f'exec "$0" -c "$1" {close}', sys.executable, code],
         env=environment,
         stdout=subprocess.PIPE,
@@ -312,7 +312,7 @@ def test_a_run_whose_reader_is_gone_ends_well(how: str) -> None:
         check=False,
     )
     os.close(writer)
-    assert (done.returncode, done.stdout) == (0, "alive\n")
+    assert (result.returncode, result.stdout) == (0, "alive\n")
 
 
 def test_a_warning_from_elsewhere_scrolls_above_the_current_step(

@@ -105,21 +105,21 @@ def test_the_folder_of_requests_is_open_to_whom_the_runs_folder_is(tmp_path: Pat
 
 
 def test_a_control_folder_that_is_a_link_holds_no_requests(tmp_path: Path) -> None:
-    mine = tmp_path / "mine"
-    mine.mkdir()
-    (mine / "game.save").touch()
-    (tmp_path / "control").symlink_to(mine)
+    target = tmp_path / "mine"
+    target.mkdir()
+    (target / "game.save").touch()
+    (tmp_path / "control").symlink_to(target)
     inbox = Inbox(tmp_path / "control")
     assert inbox.requests() == []
     inbox.clear()
-    assert (mine / "game.save").exists()
+    assert (target / "game.save").exists()
 
 
 def test_no_request_is_put_into_what_a_control_folder_leads_to(tmp_path: Path) -> None:
-    mine = tmp_path / "mine"
-    mine.mkdir(0o700)
-    (tmp_path / "control").symlink_to(mine)
+    target = tmp_path / "mine"
+    target.mkdir(0o700)
+    (tmp_path / "control").symlink_to(target)
     with pytest.raises(OSError, match=r"symbolic|directory"):
         send_request(tmp_path / "control", "stop")
-    assert not [*mine.iterdir()]
-    assert mine.stat().st_mode & 0o777 == 0o700
+    assert not [*target.iterdir()]
+    assert target.stat().st_mode & 0o777 == 0o700

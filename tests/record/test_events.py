@@ -60,8 +60,8 @@ def _says_a_word(value: object) -> bool:
     return any(f'"{word}"' in json.dumps(value) for word in ("NaN", "Infinity", "-Infinity"))
 
 
-def same(one: object, other: object) -> bool:
-    return repr(one) == repr(other)  # unlike ==, it holds a NaN equal to a NaN
+def same(first: object, other: object) -> bool:
+    return repr(first) == repr(other)  # unlike ==, it holds a NaN equal to a NaN
 
 
 @pytest.mark.parametrize("event", ONE_OF_EACH, ids=lambda event: type(event).__name__)
@@ -88,8 +88,8 @@ def test_a_non_finite_number_is_a_word_in_the_file_and_a_number_again(
     number: float, word: str
 ) -> None:
     line = encode_event(Train(step=1, loss=number, grad_norm=number, extra={"x": number}), 0, 0)
-    said = json.loads(line, parse_constant=pytest.fail)
-    assert (said["loss"], said["grad_norm"], said["extra"]["x"]) == (word, word, word)
+    values = json.loads(line, parse_constant=pytest.fail)
+    assert (values["loss"], values["grad_norm"], values["extra"]["x"]) == (word, word, word)
     event = decode_event(line)
     assert isinstance(event, Train)
     assert same([event.loss, event.grad_norm, event.extra["x"]], [number] * 3)
@@ -191,31 +191,31 @@ def test_a_record_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_ten_thousand_damaged_records_are_read_or_refused_by_line(tmp_path: Path) -> None:
-    whole = b"".join(encode_event(event, 0, 1) for event in ONE_OF_EACH)
-    chance, read, refused = random.Random(7), 0, 0
+    content = b"".join(encode_event(event, 0, 1) for event in ONE_OF_EACH)
+    chance, read, refusals = random.Random(7), 0, 0
     path = tmp_path / "events.jsonl"
     for _ in range(10_000):
-        path.write_bytes(damage(whole, chance))
+        path.write_bytes(damage(content, chance))
         try:
             read += all(isinstance(event, Event) for event in read_events(path))
         except RecordError as error:
-            refused += f"{path}:" in str(error)
+            refusals += f"{path}:" in str(error)
         path.unlink()  # quicker than to truncate it
-    assert read + refused == 10_000
-    assert min(read, refused) > 100
+    assert read + refusals == 10_000
+    assert min(read, refusals) > 100
 
 
 def damage(content: bytes, chance: random.Random) -> bytes:
-    damaged = bytearray(content)
+    buffer = bytearray(content)
     for _ in range(chance.randint(1, 4)):
-        at = chance.randrange(len(damaged) + 1)
+        at = chance.randrange(len(buffer) + 1)
         match chance.randrange(4):
             case 0:
-                damaged[at : at + 1] = chance.randbytes(1)
+                buffer[at : at + 1] = chance.randbytes(1)
             case 1:
-                del damaged[at : at + chance.randint(1, 200)]
+                del buffer[at : at + chance.randint(1, 200)]
             case 2:
-                damaged[at:at] = chance.randbytes(chance.randint(1, 20))
+                buffer[at:at] = chance.randbytes(chance.randint(1, 20))
             case 3:
-                damaged[at:at] = damaged[:at]
-    return bytes(damaged)
+                buffer[at:at] = buffer[:at]
+    return bytes(buffer)

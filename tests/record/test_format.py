@@ -205,9 +205,9 @@ def test_other_metrics_stand_behind_the_loss_without_its_parts() -> None:
         errors={"kind/accuracy": 0.0021},
         best=True,
     )
-    said = eval_line(event)
-    assert "val 0.5000  ±0.0100  kind/accuracy 0.9623 ±0.0021  size/mae 1.5  best" in said
-    assert "kind/loss" not in said
+    line = eval_line(event)
+    assert "val 0.5000  ±0.0100  kind/accuracy 0.9623 ±0.0021  size/mae 1.5  best" in line
+    assert "kind/loss" not in line
 
 
 @pytest.mark.parametrize(
@@ -224,8 +224,8 @@ def test_other_metrics_stand_behind_the_loss_without_its_parts() -> None:
 def test_only_the_loss_that_the_pointer_best_follows_is_marked_without_a_name(
     best: bool, best_of: tuple[str, ...], mark: str
 ) -> None:
-    said = eval_line(Eval(step=10, split="val", loss=0.5, best=best, best_of=best_of))
-    assert said.partition("0.5000")[2].strip() == mark
+    line = eval_line(Eval(step=10, split="val", loss=0.5, best=best, best_of=best_of))
+    assert line.partition("0.5000")[2].strip() == mark
 
 
 def test_what_is_no_text_is_counted_in_its_own_unit() -> None:

@@ -34,7 +34,7 @@ class Hook(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Answer)
         self.status = 204
-        self.got: list[tuple[str, str, object]] = []
+        self.requests: list[tuple[str, str, object]] = []
         self.logins: list[str | None] = []
         self.waits = False
         self.go = threading.Event()
@@ -49,7 +49,7 @@ class Answer(BaseHTTPRequestHandler):
         hook = self.server
         assert isinstance(hook, Hook)
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        hook.got.append((self.path, self.headers["Content-Type"], json.loads(body)))
+        hook.requests.append((self.path, self.headers["Content-Type"], json.loads(body)))
         hook.logins.append(self.headers["Authorization"])
         if hook.waits:
             hook.go.wait(SLOW_S)
@@ -79,7 +79,7 @@ def hook() -> Iterator[Hook]:
         thread.join()
 
 
-def told(run: RunDir) -> dict[str, object]:
+def payload(run: RunDir) -> dict[str, object]:
     return {
         "text": "demo-ab3cd: step 120: the loss → rises",
         "run": "ab3cd",
@@ -106,7 +106,7 @@ def test_a_program_has_the_alert_on_stdin_and_in_its_environment(
     notifier.send(ALERT)
     notifier.close(SLOW_S)
     stdin, environment = json.loads((tmp_path / "told it").read_text())
-    assert stdin == told(run)
+    assert stdin == payload(run)
     assert json.loads(environment.pop("INSTAR_ALERT")) == stdin
     assert environment == {
         "INSTAR_ALERT_RUN": "ab3cd",
@@ -120,7 +120,7 @@ def test_a_web_address_is_sent_the_alert_as_json(run: RunDir, hook: Hook) -> Non
     notifier = Notifier(run, webhook=hook.address)
     notifier.send(ALERT)
     notifier.close(SLOW_S)
-    assert hook.got == [("/hooks/1", "application/json", told(run))]
+    assert hook.requests == [("/hooks/1", "application/json", payload(run))]
     assert notifier.failures() == []
 
 
@@ -138,23 +138,23 @@ def test_a_program_s_failure_is_a_trouble_and_the_address_is_told_all_the_same(
     notifier = Notifier(run, argv, hook.address)
     notifier.send(ALERT)
     notifier.close(SLOW_S)
-    (said,) = notifier.failures()
-    assert said.startswith("an alert could not be delivered: ")
-    assert trouble in said
-    assert len(hook.got) == 1
+    (failure,) = notifier.failures()
+    assert failure.startswith("an alert could not be delivered: ")
+    assert trouble in failure
+    assert len(hook.requests) == 1
     assert notifier.failures() == []
 
 
 def test_a_program_that_takes_too_long_is_ended_with_all_it_started(
     run: RunDir, tmp_path: Path
 ) -> None:
-    started = tmp_path / "started"
-    script = f"sleep {SLOW_S} & echo $! > '{started}'; wait"
+    pid_file = tmp_path / "started"
+    script = f"sleep {SLOW_S} & echo $! > '{pid_file}'; wait"
     notifier = Notifier(run, ["sh", "-c", script], timeout_s=1.0)
     notifier.send(ALERT)
     notifier.close(SLOW_S)
     assert "took longer than 1 s" in notifier.failures()[0]
-    state = Path(f"/proc/{started.read_text().strip()}/stat")
+    state = Path(f"/proc/{pid_file.read_text().strip()}/stat")
     # a busy machine carries the kill out a moment later
     deadline = time.monotonic() + SLOW_S / 2
     while state.exists() and " Z " not in state.read_text():
@@ -204,9 +204,9 @@ def test_no_failure_tells_what_is_secret_of_an_address(run: RunDir, address: str
     notifier = Notifier(run, webhook=address, timeout_s=5)
     notifier.send(ALERT)
     notifier.close(SLOW_S)
-    (said,) = notifier.failures()
-    assert said.startswith("an alert could not be delivered: ")
-    assert "SECRET" not in said
+    (failure,) = notifier.failures()
+    assert failure.startswith("an alert could not be delivered: ")
+    assert "SECRET" not in failure
 
 
 def test_nobody_at_the_address_is_a_trouble(run: RunDir, hook: Hook) -> None:

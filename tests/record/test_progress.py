@@ -19,14 +19,14 @@ GIB = 1 << 30
 class Screen(PlainScreen):
     """Keeps what is shown, and says when that is."""
 
-    def __init__(self, width: int | None, awaited: str = "") -> None:
+    def __init__(self, width: int | None, marker: str = "") -> None:
         super().__init__(io.StringIO(), "utf-8")
         self.width = width
         self.due = width is not None
         self.lines: list[str] = []
         self.is_open = True
-        self.awaited = awaited
-        self.shown = threading.Event()
+        self.marker = marker
+        self.on_screen = threading.Event()
 
     def show(self, text: str, style: str = "") -> None:
         del style
@@ -34,8 +34,8 @@ class Screen(PlainScreen):
 
     def update(self, text: str) -> None:
         self.lines.append(text)
-        if text and self.awaited in text:
-            self.shown.set()
+        if text and self.marker in text:
+            self.on_screen.set()
 
     def close(self) -> None:
         self.is_open = False
@@ -47,12 +47,12 @@ def test_long_work_is_shown_until_it_ends(
 ) -> None:
     for name in ("BAR_AFTER_S", "LINE_EVERY_S", "_TICK_S"):
         monkeypatch.setattr(module, name, 0.001)
-    screen = Screen(width, awaited="2 of 4 bytes")
+    screen = Screen(width, marker="2 of 4 bytes")
     with showing(Display(lambda: screen, owns=True)):
         with progress("reading all", 4, "runs"):
-            for each in track_items(range(4), "reading one", "bytes", 4):
-                if each == 2:
-                    assert screen.shown.wait(60)
+            for number in track_items(range(4), "reading one", "bytes", 4):
+                if number == 2:
+                    assert screen.on_screen.wait(60)
         assert not screen.is_open
         assert screen.lines[-1] == ""
     assert any(line.startswith("reading one") and "2 of 4 bytes" in line for line in screen.lines)
@@ -76,7 +76,7 @@ def test_what_a_library_writes_is_measured(tmp_path: Path, monkeypatch: pytest.M
         showing(Display(lambda: screen, owns=False)),
         progress("writing", 400, measure=lambda: folder_bytes(tmp_path)),
     ):
-        assert screen.shown.wait(60)
+        assert screen.on_screen.wait(60)
     assert screen.is_open
     assert "25%" in screen.lines[0]
 
@@ -103,8 +103,8 @@ def test_a_line_has_share_amount_rate_and_time_left() -> None:
 @pytest.mark.parametrize("width", [20, 40, 80, 200])
 def test_a_line_fits_its_terminal(width: int) -> None:
     for doing in ("verifying", "verifying /a/very/long/path/" + "x" * 100):
-        for done in (0, GIB, 2 * GIB, 3 * GIB):
-            line = progress_line(doing, done, 2 * GIB, "B", 9.0, width)
+        for count in (0, GIB, 2 * GIB, 3 * GIB):
+            line = progress_line(doing, count, 2 * GIB, "B", 9.0, width)
             assert len(line) < width
             assert "%" in line
     assert encodable_as(progress_line("a", 1, 2, "B", 9.0, 80), "ascii").isascii()
@@ -115,13 +115,13 @@ def test_a_loop_that_an_exception_leaves_is_shown_no_more(monkeypatch: pytest.Mo
         monkeypatch.setattr(module, name, 0.001)
     screen = Screen(80)
 
-    def interrupted() -> None:
+    def interrupt() -> None:
         with showing(Display(lambda: screen, owns=True)):
             for _ in track_items(range(4), "reading", "runs"):
-                assert screen.shown.wait(60)
+                assert screen.on_screen.wait(60)
                 raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt) as caught:
-        interrupted()
+        interrupt()
     assert not screen.is_open
     assert caught.value.__notes__ == [f"interrupted while reading: {module.AGAIN}"]

@@ -74,13 +74,13 @@ def test_a_torn_last_line_is_cut_off_and_said_so(path: Path) -> None:
 
 
 def test_a_record_that_is_a_link_is_not_written(tmp_path: Path) -> None:
-    mine = tmp_path / "mine"
-    mine.write_text("torn")
+    target = tmp_path / "mine"
+    target.write_text("torn")
     for name, link in ("soft", os.symlink), ("hard", os.link):
-        link(mine, tmp_path / name)
+        link(target, tmp_path / name)
         with pytest.raises(RecordError, match=r"symbolic link|another name"):
             Recorder(tmp_path / name)
-    assert mine.read_text() == "torn"
+    assert target.read_text() == "torn"
 
 
 def test_sync_covers_all_that_was_written(path: Path) -> None:
@@ -136,8 +136,8 @@ def small_disk(limit: int) -> Iterator[None]:
 
 
 def test_lines_that_a_full_disk_refuses_are_held_and_written_in_order(path: Path) -> None:
-    said: list[str] = []
-    recorder = Recorder(path, warn=said.append)
+    warnings: list[str] = []
+    recorder = Recorder(path, warn=warnings.append)
     with small_disk(1000):
         step = 0
         while path.stat().st_size + 300 < 1000 or step < 10:
@@ -147,14 +147,14 @@ def test_lines_that_a_full_disk_refuses_are_held_and_written_in_order(path: Path
         assert path.read_bytes().endswith(b"}\n")
         assert len(steps(path)) < step
         assert recorder.synced_bytes <= recorder.size == path.stat().st_size
-        assert len(said) == 1
-        assert "File too large" in said[0]
+        assert len(warnings) == 1
+        assert "File too large" in warnings[0]
         assert recorder.failure() is None
     recorder.write(Train(step=step + 1, loss=2.0))
     recorder.close()
     assert steps(path) == list(range(1, step + 2))
     assert [type(event) for event in read_events(path)].count(Warn) == 1
-    assert len(said) == 2
+    assert len(warnings) == 2
 
 
 def test_held_lines_are_written_when_no_other_line_follows(path: Path) -> None:
@@ -186,15 +186,15 @@ def test_too_much_or_too_long_says_that_the_run_should_stop(
     path: Path, limit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("instar.record.recorder.CLOSE_WAIT_S", 0.0)
-    said: list[str] = []
-    recorder = Recorder(path, warn=said.append)
+    warnings: list[str] = []
+    recorder = Recorder(path, warn=warnings.append)
     with small_disk(10):
         recorder.write(Train(step=1, loss=2.0))
         assert recorder.failure() is None
         monkeypatch.setattr(f"instar.record.recorder.{limit}", 0)
         assert "1 lines are held" in str(recorder.failure())
         recorder.close()
-    assert "the last 1 lines of the record are lost" in said[-1]
+    assert "the last 1 lines of the record are lost" in warnings[-1]
     assert path.read_bytes() == b""
 
 
@@ -204,14 +204,14 @@ def test_sigkill_takes_no_acknowledged_record(path: Path) -> None:
         command = [sys.executable, "-c", WRITER, str(path)]
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as writer:
             assert writer.stdout is not None
-            acknowledged = [writer.stdout.readline() for _ in range(kill_after)]
+            lines = [writer.stdout.readline() for _ in range(kill_after)]
             writer.kill()
-            acknowledged += writer.stdout.readlines()
-        whole = [int(line) for line in acknowledged if line.endswith(b"\n")]
+            lines += writer.stdout.readlines()
+        complete = [int(line) for line in lines if line.endswith(b"\n")]
         last = max(event.segment for event in read_events(path))
-        kept = [e.step for e in read_events(path) if isinstance(e, Train) and e.segment == last]
-        assert kept[: len(whole)] == whole
-        assert len(kept) <= len(whole) + 1
+        steps = [e.step for e in read_events(path) if isinstance(e, Train) and e.segment == last]
+        assert steps[: len(complete)] == complete
+        assert len(steps) <= len(complete) + 1
     assert last == 4
 
 

@@ -84,16 +84,16 @@ def test_the_ids_have_no_look_alikes() -> None:
 def test_a_folder_of_ones_own_is_made_or_may_be_empty_but_for_what_a_start_left(
     tmp_path: Path, made_before: bool
 ) -> None:
-    path, left = tmp_path / "mine", set[Path]()
+    path, leftovers = tmp_path / "mine", set[Path]()
     if made_before:
         path.mkdir()
-        left = {path / ".tmp-of-a-start"}
-        for file in left:
+        leftovers = {path / ".tmp-of-a-start"}
+        for file in leftovers:
             file.touch()
     run = create_run_dir(RecordConfig(run_dir=str(path)), "grow")
     assert run == RunDir(path)
     assert run.id == "mine"
-    assert tree(path) == {run.logs, run.checkpoints, run.lock} | left
+    assert tree(path) == {run.logs, run.checkpoints, run.lock} | leftovers
 
 
 @pytest.mark.parametrize(("bad_folder", "message"), BAD.items(), indirect=["bad_folder"], ids=BAD)
@@ -129,13 +129,11 @@ def test_checking_makes_nothing(tmp_path: Path) -> None:
 def test_the_name_of_a_new_run_s_folder_outlives_a_loss_of_power(tmp_path: Path, key: str) -> None:
     with recording(tmp_path) as recorder:
         record = RecordConfig(**{key: str(tmp_path / "scratch" / "runs")})  # type: ignore[arg-type]
-        made = create_run_dir(record, "grow").path.relative_to(tmp_path)
+        folder = create_run_dir(record, "grow").path.relative_to(tmp_path)
         recorder.say(1)
-    found = [
-        crash.tree for crash in crashes(recorder.operations, random.Random(1)) if crash.last_word
-    ]
-    assert found
-    assert all(str(made) in tree for tree in found)
+    trees = [crash.tree for crash in crashes(recorder.operations, random.Random(1)) if crash.said]
+    assert trees
+    assert all(str(folder) in tree for tree in trees)
 
 
 def test_of_two_that_want_one_folder_one_gets_it(tmp_path: Path) -> None:
@@ -148,7 +146,7 @@ def test_of_two_that_want_one_folder_one_gets_it(tmp_path: Path) -> None:
         "except ConfigError: print('taken')\n"
     )
     environment = os.environ | {"PYTHONPATH": str(Path(instar.__file__).parents[1])}
-    both = [
+    processes = [
         subprocess.Popen(
             [sys.executable, "-c", code, str(tmp_path / "one")],
             env=environment,
@@ -158,14 +156,14 @@ def test_of_two_that_want_one_folder_one_gets_it(tmp_path: Path) -> None:
         )
         for _ in range(2)
     ]
-    for process in both:
+    for process in processes:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-    for process in both:
+    for process in processes:
         assert process.stdin is not None
         process.stdin.write("\n")
         process.stdin.flush()
-    assert sorted(process.communicate()[0] for process in both) == ["mine\n", "taken\n"]
+    assert sorted(process.communicate()[0] for process in processes) == ["mine\n", "taken\n"]
 
 
 @pytest.fixture
@@ -235,10 +233,10 @@ def test_paths_of_a_run() -> None:
 
 def test_asking_who_trains_never_keeps_anybody_from_training(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    asked = threading.Event()
+    stop = threading.Event()
 
     def ask() -> None:
-        while not asked.is_set():
+        while not stop.is_set():
             lock_owner(run.lock)
 
     asking = threading.Thread(target=ask)
@@ -248,7 +246,7 @@ def test_asking_who_trains_never_keeps_anybody_from_training(tmp_path: Path) -> 
             with hold(run):
                 pass
     finally:
-        asked.set()
+        stop.set()
         asking.join()
 
 
@@ -271,14 +269,14 @@ def test_only_who_may_write_a_run_can_open_its_lock(
 
 def test_a_lock_that_is_a_link_or_a_pipe_is_not_taken(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    mine = tmp_path / "mine"
-    mine.write_text("mine")
+    target = tmp_path / "mine"
+    target.write_text("mine")
     for make in (os.symlink, os.link, lambda _, path: os.mkfifo(path)):
-        make(mine, run.lock)
+        make(target, run.lock)
         assert lock_owner(run.lock) is None
         with pytest.raises(OSError, match=r"symbolic link|another name|regular"), hold(run):
             pass
-        assert mine.read_text() == "mine"
+        assert target.read_text() == "mine"
         run.lock.unlink()
 
 
@@ -304,10 +302,10 @@ def test_of_a_stopped_process_that_trains_it_is_said_what_ends_it(tmp_path: Path
 @pytest.mark.parametrize("name", RUN_FOLDERS)
 def test_a_run_whose_folder_is_a_link_is_not_trained(tmp_path: Path, name: str) -> None:
     """What is deleted or written there would be another run's."""
-    mine, run = tmp_path / "mine", RunDir(tmp_path / "theirs")
-    (mine / name).mkdir(parents=True)
+    other_run, run = tmp_path / "mine", RunDir(tmp_path / "theirs")
+    (other_run / name).mkdir(parents=True)
     run.path.mkdir()
-    for target in (mine / name, tmp_path / "nowhere", Path(name)):
+    for target in (other_run / name, tmp_path / "nowhere", Path(name)):
         (run.path / name).symlink_to(target)
         with pytest.raises(ConfigError, match=f"{name}: a symbolic link"), hold(run):
             pass

@@ -26,10 +26,10 @@ def test_versions_and_machine_are_known_without_importing_torch() -> None:
 
 
 def test_versions() -> None:
-    found = versions()
-    assert found["instar"] == instar.__version__
-    assert found["python"].split(".")[:2] == [str(part) for part in sys.version_info[:2]]
-    assert found["torch"] == torch.__version__
+    packages = versions()
+    assert packages["instar"] == instar.__version__
+    assert packages["python"].split(".")[:2] == [str(part) for part in sys.version_info[:2]]
+    assert packages["torch"] == torch.__version__
 
 
 def test_the_commit_of_a_repository_and_of_none(tmp_path: Path) -> None:

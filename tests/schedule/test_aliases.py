@@ -22,23 +22,23 @@ ADAPTED = {"name": "set_attn_lora_rank", "value": 4}
 ADAPTED_TABLE = {"name": "set_embedding_lora_rank", "value": 4}
 
 
-def theirs(name: str, value: Any = None, **keys: Any) -> dict[str, Any]:
+def seed_entry(name: str, value: Any = None, **keys: Any) -> dict[str, Any]:
     """An entry with the keys that all of theirs have."""
     common = {"trigger_loss": 6.0, "max_wait_iters": 10, "reevaluate": False}
     return {"name": name, "value": value, **common, **keys}
 
 
 def load(path: Path, *entries: dict[str, Any]) -> Loaded:
-    path.write_text(json.dumps([theirs(**entry) for entry in entries], indent=1))
+    path.write_text(json.dumps([seed_entry(**entry) for entry in entries], indent=1))
     return load_checked(None, [*SMALL, "train.until=900it", f"schedule={path}"])
 
 
-def forecast(loaded: Loaded) -> Forecast:
-    return checked_forecast(loaded, spec_for_tokens(loaded.config, 4001, 64), 1)
+def forecast(loaded_config: Loaded) -> Forecast:
+    return checked_forecast(loaded_config, spec_for_tokens(loaded_config.config, 4001, 64), 1)
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "ours"),
+    ("name", "value", "expected"),
     [
         ("merge_lora_weights", None, ("merge_lora", None, {})),
         ("freeze_layer", "attn.1", ("freeze", "blocks.1.attn.*", {})),
@@ -84,38 +84,41 @@ def forecast(loaded: Loaded) -> Forecast:
     ],
 )
 def test_an_entry_of_theirs_is_one_of_ours_and_says_so(
-    tmp_path: Path, name: str, value: Any, ours: tuple[str, Any, dict[str, Any]]
+    tmp_path: Path, name: str, value: Any, expected: tuple[str, Any, dict[str, Any]]
 ) -> None:
-    loaded = load(tmp_path / "s.json", ADAPTED, ADAPTED_TABLE, {"name": name, "value": value})
-    read = operation(loaded.config.schedule[-1])
-    assert (read.name, read.value, dict(read.options)) == ours
+    loaded_config = load(
+        tmp_path / "s.json", ADAPTED, ADAPTED_TABLE, {"name": name, "value": value}
+    )
+    read = operation(loaded_config.config.schedule[-1])
+    assert (read.name, read.value, dict(read.options)) == expected
     check_operation(read)
-    stages = forecast(loaded).stages
+    stages = forecast(loaded_config).stages
     assert len(stages) == 4
     assert not stages[-1].skipped
-    said = [note for note in loaded.notes if f" {name} " in note]
-    assert bool(said) == (
-        (name, value) != (ours[0], ours[1]) or name in ("adjust_batch_size", "change_lora_alpha")
+    notes = [note for note in loaded_config.notes if f" {name} " in note]
+    assert bool(notes) == (
+        (name, value) != (expected[0], expected[1])
+        or name in ("adjust_batch_size", "change_lora_alpha")
     )
-    assert all(ours[0] in note and "in 1 entry" in note for note in said)
+    assert all(expected[0] in note and "in 1 entry" in note for note in notes)
 
 
 def test_their_other_keys_are_read_and_a_comment_stays(tmp_path: Path) -> None:
     first = {"name": "change_lr", "value": 2.0, "completed": True, "desc": "faster"}
     at_once = {"name": "change_lr", "value": 0.5, "max_wait_iters": 0, "completed": False}
     before = {"name": "change_lr", "value": 0.5, "max_wait_iters": -2}
-    loaded = load(tmp_path / "s.json", first, at_once, before)
-    entries = loaded.config.schedule
+    loaded_config = load(tmp_path / "s.json", first, at_once, before)
+    entries = loaded_config.config.schedule
     assert entries[0].desc == "faster"
     assert [entry.max_wait_iters for entry in entries] == [10, 0, 0]
     assert not any(entry.model_extra for entry in entries)
-    assert loaded.notes == (
+    assert loaded_config.notes == (
         "schedule: completed is ignored: a run begins with the first entry, in 1 entry",
         "schedule: max_wait_iters below 0 is read as 0, in 1 entry",
     )
-    assert loaded_from_json(loaded.to_json()) == loaded
+    assert loaded_from_json(loaded_config.to_json()) == loaded_config
     # at the latest: the second and the third at the next evaluations, one each
-    steps = [stage.latest_step for stage in forecast(loaded).stages[1:]]
+    steps = [stage.latest_step for stage in forecast(loaded_config).stages[1:]]
     assert steps == [250, 500, 750]
 
 
@@ -146,16 +149,16 @@ def test_a_value_of_no_known_form_is_refused_with_our_name(
 
 
 def test_without_adapters_theirs_go_on_and_ours_are_refused(tmp_path: Path) -> None:
-    loaded = load(
+    loaded_config = load(
         tmp_path / "s.json",
         {"name": "merge_lora_weights"},
         {"name": "decrease_attn_lora_scaling", "value": 0.5},
         {"name": "change_lora_alpha", "value": 0.5},
         {"name": "change_lr", "value": 0.5},
     )
-    skipped = [stage.skipped for stage in forecast(loaded).stages]
-    assert skipped[0] == skipped[4] == ""
-    assert all("has no adapters" in reason for reason in skipped[1:4])
+    skip_reasons = [stage.skipped for stage in forecast(loaded_config).stages]
+    assert skip_reasons[0] == skip_reasons[4] == ""
+    assert all("has no adapters" in reason for reason in skip_reasons[1:4])
     strict = [{"name": "merge_lora", "when": {"at_step": 3}}]
     text = json.dumps(strict)
     with pytest.raises(ConfigError, match="has no adapters"):
@@ -163,18 +166,18 @@ def test_without_adapters_theirs_go_on_and_ours_are_refused(tmp_path: Path) -> N
 
 
 def test_ours_are_never_read_as_theirs() -> None:
-    ours = [
+    entries = [
         {"name": "widen_mlp", "value": 2, "when": {"at_step": 3}},
         {"name": "adjust_batch_size", "value": 0.5, "max": 3, "max_wait_iters": 4},
         {"name": "merge_lora", "value": None, "trigger_loss": 3.0},
         {"name": "branch", "value": "b", "iters": 3, "when": {"at_step": 3}},
         "no entry",
     ]
-    assert translate(ours) == (ours, ())
+    assert translate(entries) == (entries, ())
 
 
 def test_the_schedule_of_a_branch_is_read_alike() -> None:
     branch = {"name": "branch", "value": "b", "iters": 9, "when": {"at_step": 3}}
-    (read,), notes = translate([branch | {"schedule": [theirs("freeze_layer", "wte")]}])
+    (read,), notes = translate([branch | {"schedule": [seed_entry("freeze_layer", "wte")]}])
     assert read["schedule"][0]["name"] == "freeze"
     assert len(notes) == 1

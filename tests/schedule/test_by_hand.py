@@ -33,22 +33,22 @@ WHEN = re.sub(
 NAMES = ("lr", "batch_size", "eval_interval", "eval_iters", "warmup_iters")
 
 
-def never(_step: int, _again: int) -> float:
+def never(_step: int, _attempt: int) -> float:
     return 7.0
 
 
-def falling(step: int, _again: int) -> float:
+def falling(step: int, _attempt: int) -> float:
     """8 at the start, 0.1 less every 1,000 steps."""
     return (80_000 - step) / 10_000
 
 
-def dropping(step: int, _again: int) -> float:
+def dropping(step: int, _attempt: int) -> float:
     return 3.0 if step >= 10_000 else 7.0
 
 
-def worse_when_looked_at_again(step: int, again: int) -> float:
+def worse_when_looked_at_again(step: int, attempt: int) -> float:
     """The second evaluation of one step comes out above what the last operation waits for."""
-    return 4.2 if again and step == 10_000 else dropping(step, again)
+    return 4.2 if attempt and step == 10_000 else dropping(step, attempt)
 
 
 @pytest.mark.parametrize(
@@ -69,28 +69,32 @@ def worse_when_looked_at_again(step: int, again: int) -> float:
 def test_operations_fire_where_a_hand_says(
     curve: Callable[[int, int], float], steps: tuple[int, ...]
 ) -> None:
-    assert fired(curve, LONG) == [
+    assert firings(curve, LONG) == [
         (f"change_{name}", s) for name, s in zip(NAMES, steps, strict=True)
     ]
 
 
 def test_without_trigger_loss_all_that_is_due_fires_at_once() -> None:
-    given = WHEN.replace(AGAIN, "reevaluate: false")
-    assert [step for _, step in fired(dropping, given)] == [10_000] * 5
+    schedule_text = WHEN.replace(AGAIN, "reevaluate: false")
+    assert [step for _, step in firings(dropping, schedule_text)] == [10_000] * 5
     # the fourth evaluates again, and 4.2 is not below 4.0: the fifth waits for the next
     # evaluation, which the third has moved to a multiple of 2,000
-    assert [step for _, step in fired(worse_when_looked_at_again, WHEN)] == [10_000] * 4 + [12_000]
+    assert [step for _, step in firings(worse_when_looked_at_again, WHEN)] == [10_000] * 4 + [
+        12_000
+    ]
 
 
 def test_entries_with_a_trigger_loss_wait_for_the_evaluation_after_another_operation() -> None:
     below = "{name: change_lr, value: 1.0, trigger_loss: 6.0, max_wait_iters: 50000}"
     when = "{name: change_lr, value: 1.0, when: {loss_below: 6.0}}"
-    mixed = f"[{when}, {below}, {when}, {when}, {below}]"
+    schedule_text = f"[{when}, {below}, {when}, {when}, {below}]"
     # the second waits although the first did not take its time; the third and fourth do not wait
-    assert [step for _, step in fired(dropping, mixed)] == [10_000] + [11_000] * 3 + [12_000]
+    assert [step for _, step in firings(dropping, schedule_text)] == [10_000] + [11_000] * 3 + [
+        12_000
+    ]
 
 
-def fired(curve: Callable[[int, int], float], schedule_text: str) -> list[tuple[str, int]]:
+def firings(curve: Callable[[int, int], float], schedule_text: str) -> list[tuple[str, int]]:
     """Names and steps, where every evaluation gives what the curve says."""
     config = load_config(
         None,
@@ -107,7 +111,7 @@ def fired(curve: Callable[[int, int], float], schedule_text: str) -> list[tuple[
     for step in range(1, 600_001):
         if step % state.settings.eval_interval:
             continue
-        again, loss = 0, curve(step, 0)
+        attempt, loss = 0, curve(step, 0)
         while (entry := next_entry(schedule, history)) is not None:
             last = last_step(history)
             counters = Counters(step, tokens=step * 128)
@@ -117,8 +121,8 @@ def fired(curve: Callable[[int, int], float], schedule_text: str) -> list[tuple[
             state = carried_out(state, entry.operation, step)
             history = (*history, Change(entry.operation, step, 0, entry.number))
             if entry.reevaluate:
-                again += 1
-                loss = curve(step, again)
+                attempt += 1
+                loss = curve(step, attempt)
     return [(change.operation.name, change.step) for change in history]
 
 
@@ -190,8 +194,8 @@ def test_a_warm_up_that_was_set_is_what_later_factors_multiply() -> None:
 def test_counts_that_were_set_beside_operations_are_what_later_factors_multiply() -> None:
     state = initial_state(CONFIG_5_40, resolve_architecture(CONFIG_5_40.model, 256))
     state = carried_out(state, Operation("change_warmup_iters", 0.5), 3)
-    given = replace(state.settings, lr_decay_iters=100)
-    state = carried_out(replace(state, settings=given), Operation("change_warmup_iters", 3.0), 4)
+    settings = replace(state.settings, lr_decay_iters=100)
+    state = carried_out(replace(state, settings=settings), Operation("change_warmup_iters", 3.0), 4)
     assert (state.settings.warmup_iters, state.settings.lr_decay_iters) == (6, 300)
 
 

@@ -138,8 +138,8 @@ def test_all_mistakes_of_schedule_config_and_options_come_at_once(tmp_path: Path
     config.write_text(f"schedule: {schedule}\nmodel:\n  n_hed: 4\n")
     with pytest.raises(ConfigError) as caught:
         load_checked(str(config), ["train.until=10min", "learning_rate.shape=constant"])
-    said = str(caught.value).replace(f"{tmp_path}/", "")
-    assert said == (
+    message = str(caught.value).replace(f"{tmp_path}/", "")
+    assert message == (
         "run.yaml:3:3: unknown key 'n_hed' in model; did you mean 'n_head'?\n"
         "  3 |   n_hed: 4\n"
         "    |   ^\n"
@@ -201,16 +201,16 @@ def test_a_file_may_name_the_shape_that_the_run_begins_with(tmp_path: Path) -> N
     path = tmp_path / "grow.yaml"
     entry = "{name: stack_layers, value: 4, when: {at_step: 3}}"
     path.write_text(f"model: {{n_layer: 2}}\nschedule:\n- {entry}\n")
-    given = ["model.n_layer=8", "model.n_embd=64", f"schedule={path}"]
-    loaded = load_checked(None, given)
+    overrides = ["model.n_layer=8", "model.n_embd=64", f"schedule={path}"]
+    loaded_config = load_checked(None, overrides)
     inline = load_checked(None, ["model.n_layer=2", "model.n_embd=64", f"schedule=[{entry}]"])
-    assert loaded.config == inline.config
-    assert loaded.origins["model.n_layer"] == f"{path}:1:9"
-    assert loaded.origins["schedule[0]"] == f"{path}:3:3"
-    assert loaded_from_json(loaded.to_json()).config == loaded.config
+    assert loaded_config.config == inline.config
+    assert loaded_config.origins["model.n_layer"] == f"{path}:1:9"
+    assert loaded_config.origins["schedule[0]"] == f"{path}:3:3"
+    assert loaded_from_json(loaded_config.to_json()).config == loaded_config.config
     copy = tmp_path / "run.yaml"
-    copy.write_text(loaded.to_yaml())
-    assert load_checked(str(copy)).config == loaded.config
+    copy.write_text(loaded_config.to_yaml())
+    assert load_checked(str(copy)).config == loaded_config.config
 
 
 def test_the_resolved_config_holds_the_schedule_and_where_each_operation_stood(
@@ -221,15 +221,15 @@ def test_the_resolved_config_holds_the_schedule_and_where_each_operation_stood(
         "- {name: change_lr, value: 2.0, trigger_loss: 6.0}\n\n"
         "- name: freeze\n  value: ['blocks.*', \"a: b\"]\n  when: {all: [{waited: 3}]}\n"
     )
-    loaded = load_checked(None, [f"schedule={path}"])
-    copy.write_text(loaded.to_yaml(), encoding="utf-8")
+    loaded_config = load_checked(None, [f"schedule={path}"])
+    copy.write_text(loaded_config.to_yaml(), encoding="utf-8")
     path.unlink()
-    assert load_checked(str(copy)).config == loaded.config
+    assert load_checked(str(copy)).config == loaded_config.config
     lines = [
         line for line in copy.read_text().splitlines() if line.startswith(("  - ", "schedule"))
     ]
     assert [line.split("# ")[1] for line in lines] == ["--set", f"{path}:1:3", f"{path}:3:3"]
-    assert loaded.origins["schedule[1]"] == f"{path}:3:3"
+    assert loaded_config.origins["schedule[1]"] == f"{path}:3:3"
 
 
 def test_a_schedule_is_looked_for_where_one_is(tmp_path: Path) -> None:

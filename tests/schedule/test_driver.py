@@ -17,16 +17,16 @@ SKIPS = replace(ENTRIES[0], on_failure="skip")
 
 
 def test_entries_are_due_in_their_order_one_after_the_other() -> None:
-    asked: list[int] = []
+    numbers: list[int] = []
 
     def reason_now(entry: Entry) -> str | None:
-        asked.append(entry.number)
+        numbers.append(entry.number)
         return None if entry.number else "step 1"
 
     assert next_due(ENTRIES, (), reason_now) == (ENTRIES[0], "step 1")
     assert next_due(ENTRIES, (CHANGE,), reason_now) is None
     assert next_due(ENTRIES, (CHANGE, replace(CHANGE, entry=1)), reason_now) is None
-    assert asked == [0, 1]
+    assert numbers == [0, 1]
 
 
 def test_what_succeeds_is_in_the_history_as_carried_out() -> None:
@@ -41,8 +41,8 @@ def test_what_fails_is_skipped_for_good_and_says_why(error: Exception) -> None:
         raise error
 
     why = {MemoryError: "MemoryError", IndexError: "IndexError: x"}.get(type(error), "x")
-    skipped = replace(CHANGE, skipped=why)
-    assert attempt_change(CHANGE, SKIPS, fail) == (skipped, None)
+    skipped_change = replace(CHANGE, skipped=why)
+    assert attempt_change(CHANGE, SKIPS, fail) == (skipped_change, None)
 
 
 @pytest.mark.parametrize("entry", [None, ENTRIES[0]])

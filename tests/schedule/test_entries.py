@@ -39,11 +39,11 @@ STATE = State(initial_settings(LanguageConfig()), gpt2(), LanguageConfig())
 GROW = Operation("widen_mlp", "x2")
 
 
-def entry(**given: Any) -> Entry:
-    (found,) = schedule_entries(
-        LanguageConfig.model_validate({"schedule": [{"name": "change_lr", **given}]})
+def entry(**keys: Any) -> Entry:
+    (result,) = schedule_entries(
+        LanguageConfig.model_validate({"schedule": [{"name": "change_lr", **keys}]})
     )
-    return found
+    return result
 
 
 def at(step: int, since_last: int) -> Moment:
@@ -51,15 +51,15 @@ def at(step: int, since_last: int) -> Moment:
 
 
 def test_a_seed_s_entry_fires_on_the_loss_or_the_wait() -> None:
-    given = entry(value=2.0, trigger_loss=6.0, max_wait_iters=50_000, reevaluate=True)
-    assert given.operation == Operation("change_lr", 2.0)
-    assert given.trigger == AnyOf((LossBelow(6.0), Waited(50_000)))
-    assert given.reevaluate
-    assert given.place == "schedule[0]"
+    schedule_entry = entry(value=2.0, trigger_loss=6.0, max_wait_iters=50_000, reevaluate=True)
+    assert schedule_entry.operation == Operation("change_lr", 2.0)
+    assert schedule_entry.trigger == AnyOf((LossBelow(6.0), Waited(50_000)))
+    assert schedule_entry.reevaluate
+    assert schedule_entry.place == "schedule[0]"
 
 
 @pytest.mark.parametrize(
-    ("given", "trigger"),
+    ("keys", "trigger"),
     [
         ({"trigger_loss": 6}, LossBelow(6.0)),
         ({"max_wait_iters": 7}, Waited(7)),
@@ -77,43 +77,43 @@ def test_a_seed_s_entry_fires_on_the_loss_or_the_wait() -> None:
         ),
     ],
 )
-def test_a_trigger_is_read_as_it_is_written(given: dict[str, Any], trigger: Trigger) -> None:
-    assert entry(**given).trigger == trigger
+def test_a_trigger_is_read_as_it_is_written(keys: dict[str, Any], trigger: Trigger) -> None:
+    assert entry(**keys).trigger == trigger
 
 
 def test_other_keys_are_the_operation_s_options() -> None:
-    given = entry(value=2, how="zero", lr={"rewarm": 5}, max_wait_iters=3, min_steps=2)
-    assert given.operation.options == {"how": "zero", "lr": {"rewarm": 5}}
-    assert given.min_steps == 2
+    schedule_entry = entry(value=2, how="zero", lr={"rewarm": 5}, max_wait_iters=3, min_steps=2)
+    assert schedule_entry.operation.options == {"how": "zero", "lr": {"rewarm": 5}}
+    assert schedule_entry.min_steps == 2
 
 
 def test_entries_come_one_after_the_other_and_the_run_s_own_changes_do_not_count() -> None:
     schedule = tuple(Entry(n, Operation("change_lr", 2.0), Waited(1)) for n in range(2))
-    own = Change(Operation("fold_masks"), 90, 0)
-    done = Change(schedule[0].operation, 40, 0, entry=0)
-    skipped = Change(schedule[1].operation, 60, 0, entry=1, skipped="too large")
+    own_change = Change(Operation("fold_masks"), 90, 0)
+    entry_change = Change(schedule[0].operation, 40, 0, entry=0)
+    skipped_change = Change(schedule[1].operation, 60, 0, entry=1, skipped="too large")
     assert next_entry(schedule, ()) == schedule[0]
-    assert next_entry(schedule, (done, own)) == schedule[1]
-    assert next_entry(schedule, (done, own, skipped)) is None
+    assert next_entry(schedule, (entry_change, own_change)) == schedule[1]
+    assert next_entry(schedule, (entry_change, own_change, skipped_change)) is None
     assert last_step(()) is None
-    assert last_step((own,)) is None
-    assert last_step((done, own)) == 40
-    assert last_step((done, own, skipped)) == 60
+    assert last_step((own_change,)) is None
+    assert last_step((entry_change, own_change)) == 40
+    assert last_step((entry_change, own_change, skipped_change)) == 60
 
 
 def test_a_repeated_entry_is_carried_out_as_often_and_keeps_its_place() -> None:
-    given = [{"name": "change_lr", "value": 2, "max_wait_iters": 3}] * 2
-    config = LanguageConfig.model_validate({"schedule": [{**given[0], "repeat": 2}, given[1]]})
+    entries = [{"name": "change_lr", "value": 2, "max_wait_iters": 3}] * 2
+    config = LanguageConfig.model_validate({"schedule": [{**entries[0], "repeat": 2}, entries[1]]})
     schedule = schedule_entries(config)
-    assert [each.place for each in schedule] == ["schedule[0]", "schedule[0]", "schedule[1]"]
-    done = tuple(Change(each.operation, 3, 0, entry=each.number) for each in schedule[:2])
-    assert remaining(schedule, done) == schedule[2:]
+    assert [entry.place for entry in schedule] == ["schedule[0]", "schedule[0]", "schedule[1]"]
+    changes = tuple(Change(entry.operation, 3, 0, entry=entry.number) for entry in schedule[:2])
+    assert remaining(schedule, changes) == schedule[2:]
 
 
 def test_a_guard_holds_an_entry_back() -> None:
-    guarded = Entry(0, Operation("change_lr", 2.0), AtStep(5), min_steps=100)
-    assert due(guarded, at(500, since_last=99), STATE) is None
-    assert due(guarded, at(500, since_last=100), STATE) == "step 5"
+    guarded_entry = Entry(0, Operation("change_lr", 2.0), AtStep(5), min_steps=100)
+    assert due(guarded_entry, at(500, since_last=99), STATE) is None
+    assert due(guarded_entry, at(500, since_last=100), STATE) == "step 5"
 
 
 def test_growth_waits_while_a_mask_is_open_and_settings_do_not() -> None:
@@ -121,13 +121,13 @@ def test_growth_waits_while_a_mask_is_open_and_settings_do_not() -> None:
     assert due(Entry(0, GROW, AtStep(1)), at(20, 10), STATE) is not None
     assert due(Entry(0, GROW, AtStep(1)), at(20, 10), masked) is None
     assert due(Entry(0, Operation("change_lr", 2.0), AtStep(1)), at(20, 10), masked) is not None
-    folded = carried_out(masked, Operation("fold_masks"), step=60)
-    assert due(Entry(0, GROW, AtStep(1)), at(60, 50), folded) is not None
+    folded_state = carried_out(masked, Operation("fold_masks"), step=60)
+    assert due(Entry(0, GROW, AtStep(1)), at(60, 50), folded_state) is not None
 
 
 def test_a_limit_on_the_parameters_says_by_how_much_it_is_exceeded() -> None:
-    grown = carried_out(STATE, GROW, 0).architecture
-    limited = Entry(0, GROW, AtStep(1), max_params=30_000)
-    assert too_large(limited, STATE.architecture) == ""
-    assert too_large(limited, grown) == "44.2k parameters, more than max_params 30.0k"
-    assert too_large(dataclasses.replace(limited, max_params=None), grown) == ""
+    larger_shape = carried_out(STATE, GROW, 0).architecture
+    limited_entry = Entry(0, GROW, AtStep(1), max_params=30_000)
+    assert too_large(limited_entry, STATE.architecture) == ""
+    assert too_large(limited_entry, larger_shape) == "44.2k parameters, more than max_params 30.0k"
+    assert too_large(dataclasses.replace(limited_entry, max_params=None), larger_shape) == ""

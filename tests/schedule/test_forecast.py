@@ -25,20 +25,24 @@ def foretold(world_size: int = 1, samples: int | None = 1000, **settings: object
     return forecast(config, spec_for_tokens(config, samples and samples * 128, 256), world_size)
 
 
-def refused(*schedule: dict[str, Any], samples: int = 1000, world_size: int = 1) -> ConfigProblem:
+def refusal_of(
+    *schedule: dict[str, Any], samples: int = 1000, world_size: int = 1
+) -> ConfigProblem:
     """The one mistake in a schedule whose entries wait a step each."""
     with pytest.raises(ScheduleError) as caught:
-        foretold(world_size, samples, schedule=[{"max_wait_iters": 1} | each for each in schedule])
+        foretold(
+            world_size, samples, schedule=[{"max_wait_iters": 1} | entry for entry in schedule]
+        )
     (clash,) = caught.value.problems
     return clash
 
 
 def test_totals_follow_from_the_steps() -> None:
-    told = foretold(train=TrainConfig(until=("2ep",), batch_size=16))
-    stage, totals = told.stages[0], told.early
+    forecast = foretold(train=TrainConfig(until=("2ep",), batch_size=16))
+    stage, totals = forecast.stages[0], forecast.early
     assert totals is not None
-    assert totals == told.late
-    assert (stage.steps_per_epoch, told.steps) == (63, 126)
+    assert totals == forecast.late
+    assert (stage.steps_per_epoch, forecast.steps) == (63, 126)
     assert (totals.steps, totals.samples, totals.epochs) == (126, 2000, 2.0)
     assert totals.tokens == 2000 * 128
     assert totals.flops == totals.tokens * stage.flops_per_token
@@ -52,21 +56,21 @@ def test_the_stage_describes_the_shape() -> None:
 
 
 def test_totals_stay_open_when_only_the_clock_ends_the_run() -> None:
-    told = foretold(train=TrainConfig(until=("10min", "loss<3.0")))
-    assert (told.steps, told.early, told.late) == (None, None, None)
-    assert "only the clock or the loss" in render(told)
+    forecast = foretold(train=TrainConfig(until=("10min", "loss<3.0")))
+    assert (forecast.steps, forecast.early, forecast.late) == (None, None, None)
+    assert "only the clock or the loss" in render(forecast)
 
 
 def test_the_global_batch_does_not_depend_on_the_ranks_but_a_ranks_share_does() -> None:
     train = TrainConfig(batch_size=16, gradient_accumulation_steps=2)
-    one, two, eight = (foretold(world, train=train) for world in (1, 2, 8))
-    assert {told.stages[0].settings.global_batch for told in (one, two, eight)} == {32}
-    assert [told.stages[0].batch_size for told in (one, two, eight)] == [16, 16, 4]
+    single, two, eight = (foretold(world, train=train) for world in (1, 2, 8))
+    assert {forecast.stages[0].settings.global_batch for forecast in (single, two, eight)} == {32}
+    assert [forecast.stages[0].batch_size for forecast in (single, two, eight)] == [16, 16, 4]
 
-    def activations(told: Forecast) -> int:
-        return told.stages[0].memory_bytes["activations"]
+    def activations(forecast: Forecast) -> int:
+        return forecast.stages[0].memory_bytes["activations"]
 
-    assert activations(one) == activations(two) == 4 * activations(eight)
+    assert activations(single) == activations(two) == 4 * activations(eight)
 
 
 def test_memory_follows_the_settings() -> None:
@@ -83,7 +87,7 @@ def test_memory_follows_the_settings() -> None:
 
 def test_what_stands_still_has_no_gradient_and_what_never_trained_no_moments() -> None:
     begin = {"when": {"at_step": 0}}
-    told = foretold(
+    forecast = foretold(
         schedule=[
             {"name": "set_lora_rank", "value": {"target": "attn", "rank": 4}, **begin},
             {"name": "freeze", "value": "*.weight", **begin},
@@ -92,16 +96,16 @@ def test_what_stands_still_has_no_gradient_and_what_never_trained_no_moments() -
             {"name": "freeze", "value": "blocks.0.*", "when": {"at_step": 90}},
         ]
     )
-    last = told.stages[-1].architecture.parameters()
+    last = forecast.stages[-1].architecture.parameters()
     sizes = {name: 4 * math.prod(entry.shape) for name, entry in last.items()}
     adapters = sum(size for name, size in sizes.items() if ".lora_" in name)
     block = sum(size for name, size in sizes.items() if name.startswith("blocks.0."))
     other = sum(
         size for n, size in sizes.items() if ".lora_" in n and not n.startswith("blocks.0.")
     )
-    tuned, more, less = (stage.memory_bytes for stage in told.stages[3:])
-    assert tuned["weights"] == more["weights"] == less["weights"] == sum(sizes.values())
-    assert (tuned["gradients"], tuned["optimizer"]) == (adapters, 2 * adapters)
+    adapters_only, more, less = (stage.memory_bytes for stage in forecast.stages[3:])
+    assert adapters_only["weights"] == more["weights"] == less["weights"] == sum(sizes.values())
+    assert (adapters_only["gradients"], adapters_only["optimizer"]) == (adapters, 2 * adapters)
     assert (more["gradients"], more["optimizer"]) == (block + other, 2 * (block + other))
     assert (less["gradients"], less["optimizer"]) == (other, 2 * (block + other))
 
@@ -118,42 +122,42 @@ GROWN = [
 
 
 def test_each_stage_stands_on_the_one_before() -> None:
-    told = foretold(schedule=GROWN)
-    shapes = [(stage.architecture.n_layer, stage.architecture.n_mlp) for stage in told.stages]
+    forecast = foretold(schedule=GROWN)
+    shapes = [(stage.architecture.n_layer, stage.architecture.n_mlp) for stage in forecast.stages]
     assert shapes == [(4, 512), (6, 512), (6, 512), (6, 1024)]
-    assert [stage.settings.batch_size for stage in told.stages] == [16, 16, 32, 32]
-    assert [stage.label for stage in told.stages] == ["", "exact", "", "exact"]
-    assert [stage.first_step for stage in told.stages] == [0, 500, 500, 500]
-    assert [stage.latest_step for stage in told.stages] == [0, 500, 1250, None]
-    for stage in told.stages:
+    assert [stage.settings.batch_size for stage in forecast.stages] == [16, 16, 32, 32]
+    assert [stage.label for stage in forecast.stages] == ["", "exact", "", "exact"]
+    assert [stage.first_step for stage in forecast.stages] == [0, 500, 500, 500]
+    assert [stage.latest_step for stage in forecast.stages] == [0, 500, 1250, None]
+    for stage in forecast.stages:
         assert stage.parameters == count_parameters(stage.architecture)
         assert stage.flops_per_token == flops_per_token(stage.architecture)
 
 
 def test_flops_are_summed_over_the_stages() -> None:
-    told = foretold(schedule=GROWN)
-    (first, second, third, last), per_step = told.stages, 16 * 128
-    assert told.early is not None
-    assert told.late is not None
+    forecast = foretold(schedule=GROWN)
+    (first, second, third, last), per_step = forecast.stages, 16 * 128
+    assert forecast.early is not None
+    assert forecast.late is not None
     # 1,000 samples an epoch are 62 steps of 16 and one of 8, or 31 of 32 and one of 8
     tokens = samples_in(500, 16) * 128
-    assert told.early.flops - tokens * first.flops_per_token == (
-        (told.early.tokens - tokens) * last.flops_per_token
+    assert forecast.early.flops - tokens * first.flops_per_token == (
+        (forecast.early.tokens - tokens) * last.flops_per_token
     )
     at_1250 = samples_in(1250, 16) * 128
-    assert told.late.flops == (
+    assert forecast.late.flops == (
         tokens * first.flops_per_token
         + (at_1250 - tokens) * second.flops_per_token
-        + (told.late.tokens - at_1250) * third.flops_per_token
+        + (forecast.late.tokens - at_1250) * third.flops_per_token
     )
-    assert told.late.tokens > at_1250 + 700 * per_step
+    assert forecast.late.tokens > at_1250 + 700 * per_step
 
 
 def samples_in(steps: int, batch: int) -> int:
-    taken = 0
+    samples = 0
     for _ in range(steps):
-        taken += min(batch, 1000 - taken % 1000)
-    return taken
+        samples += min(batch, 1000 - samples % 1000)
+    return samples
 
 
 def test_shorter_samples_cost_less_and_make_longer_epochs() -> None:
@@ -167,24 +171,24 @@ def test_shorter_samples_cost_less_and_make_longer_epochs() -> None:
 
 def test_a_mask_is_gone_before_the_next_growth() -> None:
     masked = {"name": "insert_layers", "value": 1, "mask": 50, "when": {"waited": 10}}
-    told = foretold(schedule=[masked, masked])
-    assert [stage.architecture.n_layer for stage in told.stages] == [4, 5, 6]
-    assert [stage.first_step for stage in told.stages] == [0, 10, 60]
+    forecast = foretold(schedule=[masked, masked])
+    assert [stage.architecture.n_layer for stage in forecast.stages] == [4, 5, 6]
+    assert [stage.first_step for stage in forecast.stages] == [0, 10, 60]
 
 
 def test_a_limit_that_may_be_passed_over_is_and_says_so() -> None:
-    limited = {"name": "insert_layers", "value": 4, "max_params": 10**6, "max_wait_iters": 10}
-    clash = refused(limited)
+    limited_entry = {"name": "insert_layers", "value": 4, "max_params": 10**6, "max_wait_iters": 10}
+    clash = refusal_of(limited_entry)
     assert clash.keys[0] == "schedule[0].max_params"
     assert "there would be 1.64M parameters, more than max_params 1.00M" in clash.message
-    told = foretold(schedule=[limited | {"on_failure": "skip"}, GROWN[0]])
-    assert told.stages[1].skipped == "1.64M parameters, more than max_params 1.00M"
-    assert [stage.architecture.n_layer for stage in told.stages] == [4, 4, 6]
-    assert "skipped     1.64M parameters" in render(told)
+    forecast = foretold(schedule=[limited_entry | {"on_failure": "skip"}, GROWN[0]])
+    assert forecast.stages[1].skipped == "1.64M parameters, more than max_params 1.00M"
+    assert [stage.architecture.n_layer for stage in forecast.stages] == [4, 4, 6]
+    assert "skipped     1.64M parameters" in render(forecast)
 
 
 @pytest.mark.parametrize(
-    ("schedule", "place", "said"),
+    ("schedule", "place", "message"),
     [
         ([{"name": "widen_mlp", "value": 256}], "schedule[0].value", "only grows"),
         ([{"name": "widen_hidden", "value": 64}], "schedule[0].value", "only grows"),
@@ -210,23 +214,23 @@ def test_a_limit_that_may_be_passed_over_is_and_says_so() -> None:
     ],
 )
 def test_what_the_model_does_not_allow_is_refused_where_it_stands(
-    schedule: list[dict[str, Any]], place: str, said: str
+    schedule: list[dict[str, Any]], place: str, message: str
 ) -> None:
-    clash = refused(*schedule)
+    clash = refusal_of(*schedule)
     assert clash.keys[0] == place
-    assert said in clash.message
+    assert message in clash.message
 
 
 def test_impossible_operations_are_told_together_up_to_the_first_growth() -> None:
-    soon = {"max_wait_iters": 1}
+    trigger = {"max_wait_iters": 1}
     with pytest.raises(ScheduleError) as caught:
         foretold(
             world_size=4,
             schedule=[
-                {"name": "freeze", "value": "lm_head", **soon},
-                {"name": "set_batch_size", "value": 2, **soon},
-                {"name": "widen_mlp", "value": 8, **soon},
-                {"name": "widen_mlp", "value": 9, **soon},
+                {"name": "freeze", "value": "lm_head", **trigger},
+                {"name": "set_batch_size", "value": 2, **trigger},
+                {"name": "widen_mlp", "value": 8, **trigger},
+                {"name": "widen_mlp", "value": 9, **trigger},
             ],
         )
     places = [clash.keys[0] for clash in caught.value.problems]
@@ -235,30 +239,30 @@ def test_impossible_operations_are_told_together_up_to_the_first_growth() -> Non
 
 def test_ranks_and_data_must_suffice_for_every_stage() -> None:
     smaller = {"name": "set_batch_size", "value": 2}
-    assert "leaves some of 4 ranks without any" in refused(smaller, world_size=4).message
+    assert "leaves some of 4 ranks without any" in refusal_of(smaller, world_size=4).message
     longer = [{"name": "extend_context", "value": 4096}, {"name": "set_context", "value": 4096}]
-    assert "the training data has 3,840" in refused(*longer, samples=30).message
+    assert "the training data has 3,840" in refusal_of(*longer, samples=30).message
 
 
 def test_mistakes_that_need_no_model_are_found_here_too() -> None:
-    assert "must be an operation" in refused({"name": "grow_a_tail"}).message
+    assert "must be an operation" in refusal_of({"name": "grow_a_tail"}).message
 
 
 def test_without_data_everything_but_epochs_is_known() -> None:
-    told = foretold(samples=None, schedule=GROWN)
-    assert (told.dataset_tokens, told.samples_per_epoch) == (None, None)
-    assert told.early is not None
-    assert (told.early.steps, told.early.epochs) == (2000, None)
-    assert "not prepared yet" in render(told)
+    forecast = foretold(samples=None, schedule=GROWN)
+    assert (forecast.dataset_tokens, forecast.samples_per_epoch) == (None, None)
+    assert forecast.early is not None
+    assert (forecast.early.steps, forecast.early.epochs) == (2000, None)
+    assert "not prepared yet" in render(forecast)
 
 
 def test_a_mistake_points_at_its_line(tmp_path: Path) -> None:
     path = tmp_path / "grow.yaml"
     path.write_text("schedule:\n  - {name: widen_mlp, value: 8, max_wait_iters: 9}\n")
-    loaded = load_config(str(path))
-    assert isinstance(loaded.config, LanguageConfig)
+    loaded_config = load_config(str(path))
+    assert isinstance(loaded_config.config, LanguageConfig)
     with pytest.raises(ConfigError) as caught:
-        checked_forecast(loaded, spec_for_tokens(loaded.config, None, 256), 1)
+        checked_forecast(loaded_config, spec_for_tokens(loaded_config.config, None, 256), 1)
     (problem,) = caught.value.problems
     assert problem.where == f"{path}:2:30"
     with pytest.raises(ConfigError, match="too few for a tokenizer"):
@@ -286,20 +290,20 @@ def test_what_stays_is_not_told_again() -> None:
 
 
 def test_every_kind_of_change_has_words() -> None:
-    soon = {"max_wait_iters": 1}
+    trigger = {"max_wait_iters": 1}
     text = render(
         foretold(
             schedule=[
-                {"name": "insert_layers", "value": 1, "lr": {"rewarm_new": 20}, **soon},
-                {"name": "freeze", "value": "blocks.*", **soon},
-                {"name": "set_lora_rank", "value": {"target": "attn", "rank": 4}, **soon},
-                {"name": "widen_mlp", "value": "x2", "lr": {"rewarm": 30}, **soon},
-                {"name": "change_warmup_iters", "value": 0.5, **soon},
+                {"name": "insert_layers", "value": 1, "lr": {"rewarm_new": 20}, **trigger},
+                {"name": "freeze", "value": "blocks.*", **trigger},
+                {"name": "set_lora_rank", "value": {"target": "attn", "rank": 4}, **trigger},
+                {"name": "widen_mlp", "value": "x2", "lr": {"rewarm": 30}, **trigger},
+                {"name": "change_warmup_iters", "value": 0.5, **trigger},
                 {"name": "unfreeze", "value": "*", "when": {"at_step": 5000}},
             ]
         )
     )
-    for said in (
+    for line in (
         "frozen nothing → blocks.*",
         "set_lora_rank {target: attn, rank: 4} (exact)",
         "adapters    attn of rank 4, alpha 8",
@@ -311,13 +315,13 @@ def test_every_kind_of_change_has_words() -> None:
         "frozen blocks.*, !*.lora_a, !*.lora_b → nothing",
         "not reached within 2,000 steps",
     ):
-        assert said in text, said
+        assert line in text, line
 
 
 def test_the_forecast_is_json() -> None:
-    told = json.loads(json.dumps(foretold().to_dict()))
-    assert told["stages"][0]["architecture"]["n_embd"] == 128
-    assert told["until"] == ["2000it"]
+    forecast = json.loads(json.dumps(foretold().to_dict()))
+    assert forecast["stages"][0]["architecture"]["n_embd"] == 128
+    assert forecast["until"] == ["2000it"]
 
 
 def test_the_text_fits_80_columns_and_says_what_matters() -> None:
@@ -363,10 +367,10 @@ def test_no_torch_is_needed() -> None:
 
 
 def test_evaluations_may_come_after_epochs() -> None:
-    told = foretold(
+    forecast = foretold(
         samples=40,
         train={"batch_size": 4, "until": ["100it"]},
         eval={"eval_epochs": 2, "eval_interval": 7},
         schedule=[{"name": "change_lr", "value": 0.5, "trigger_loss": 1.0, "max_wait_iters": 50}],
     )
-    assert (told.stages[1].first_step, told.stages[1].latest_step) == (0, 60)
+    assert (forecast.stages[1].first_step, forecast.stages[1].latest_step) == (0, 60)

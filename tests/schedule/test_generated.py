@@ -140,8 +140,8 @@ def operations() -> st.SearchStrategy[dict[str, Any]]:
     def entry(name: str) -> st.SearchStrategy[dict[str, Any]]:
         fitting = FITTING.get(name, LIKELY)
         value = st.sampled_from([fitting] * 9 + [JSON]).flatmap(lambda strategy: strategy)
-        few = st.sampled_from([st.just({})] * 3 + [OPTIONS]).flatmap(lambda strategy: strategy)
-        parts = st.tuples(value, TRIGGERS, few)
+        options = st.sampled_from([st.just({})] * 3 + [OPTIONS]).flatmap(lambda strategy: strategy)
+        parts = st.tuples(value, TRIGGERS, options)
         return parts.map(lambda got: {"name": name, "value": got[0], **got[1], **got[2]})
 
     return st.sampled_from([*operation_names(), "widen_mpl"]).flatmap(entry)
@@ -168,29 +168,31 @@ def test_a_schedule_is_an_error_with_its_line_or_a_forecast(
     path.write_text(text.replace("NaN", ".nan"), encoding="utf-8")
     options = [*shape, *SMALL, f"train.until={until}", "learning_rate.shape=constant"]
     try:
-        loaded = load_checked(None, [*options, f"schedule={path}"])
-        told = checked_forecast(loaded, spec_for_tokens(loaded.config, 4001, 64), ranks)
+        loaded_config = load_checked(None, [*options, f"schedule={path}"])
+        forecast = checked_forecast(
+            loaded_config, spec_for_tokens(loaded_config.config, 4001, 64), ranks
+        )
     except ConfigError as error:
         for problem in error.problems:
             assert re.fullmatch(rf"{path}(:\d+:\d+)?", problem.where), problem
             assert ":" in problem.where.removeprefix(str(path)) or text in ("null", '""'), problem
     else:
-        _holds(told, len(schedule))
+        _holds(forecast, len(schedule))
 
 
-def _holds(told: Forecast, entries: int) -> None:
+def _holds(forecast: Forecast, entries: int) -> None:
     """Whatever is foretold can be shown, and comes in order."""
-    assert len(told.stages) == entries + 1
+    assert len(forecast.stages) == entries + 1
     for steps in (
-        [stage.first_step for stage in told.stages],
-        [stage.latest_step for stage in told.stages],
+        [stage.first_step for stage in forecast.stages],
+        [stage.latest_step for stage in forecast.stages],
     ):
-        known = [step for step in steps if step is not None]
-        assert known == sorted(known)
-        assert steps[: len(known)] == known
-    for stage in told.stages:
+        known_steps = [step for step in steps if step is not None]
+        assert known_steps == sorted(known_steps)
+        assert steps[: len(known_steps)] == known_steps
+    for stage in forecast.stages:
         assert min(stage.memory_bytes["weights"], stage.flops_per_token, stage.batch_size) > 0
         if stage.latest_step is not None:
             assert stage.first_step is not None
-    assert max(map(len, render(told).splitlines())) <= 80
-    json.dumps(told.to_dict(), allow_nan=False)
+    assert max(map(len, render(forecast).splitlines())) <= 80
+    json.dumps(forecast.to_dict(), allow_nan=False)

@@ -34,7 +34,7 @@ MATRICES = 12 * 12 * 768**2 + 50304 * 768
 TOKEN_FLOPS = 6 * MATRICES + 12 * 12 * 1024 * 768
 
 
-def estimated(
+def estimate_of(
     hardware: str,
     utilization: float = 0.4,
     *,
@@ -47,10 +47,10 @@ def estimated(
     devices = parse_hardware(hardware)
     plain = spec_for_tokens(config, tokens, vocab_size)
     spec = spec_class(config, plain.architecture, plain.tokens)
-    told = forecast(config, spec, devices.devices)
+    run_forecast = forecast(config, spec, devices.devices)
     kind = arithmetic_of(config, config.precision, devices)
     recomputes = config.train.gradient_checkpointing
-    return estimate(told, config, spec, Assumptions(devices, utilization, kind, recomputes))
+    return estimate(run_forecast, config, spec, Assumptions(devices, utilization, kind, recomputes))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_the_table_is_that_of_the_data_sheets(name: str, memory_gb: int, peak: f
 
 def test_the_time_is_flops_over_a_share_of_the_peak() -> None:
     train = {"until": ("300Btok",), "batch_size": 96, "gradient_accumulation_steps": 5}
-    result = estimated("8xA100-40GB", 0.3, model=GPT2, train=train)
+    result = estimate_of("8xA100-40GB", 0.3, model=GPT2, train=train)
     assert result.late is not None
     steps = math.ceil(300e9 / (480 * 1024))
     by_hand = steps * 480 * 1024 * TOKEN_FLOPS / (8 * 312e12 * 0.3)
@@ -162,7 +162,7 @@ def test_published_runs_reached_the_shares_that_the_docs_give(
     device_hours: float,
 ) -> None:
     train = {"until": (budget,), "batch_size": 64}
-    result = estimated(hardware, share, vocab_size=vocab_size, model=model, train=train)
+    result = estimate_of(hardware, share, vocab_size=vocab_size, model=model, train=train)
     assert result.late is not None
     hours = result.late.training_s * result.assumptions.hardware.devices / 3600
     assert hours == pytest.approx(device_hours, rel=0.02)
@@ -172,22 +172,22 @@ def test_published_runs_reached_the_shares_that_the_docs_give(
 
 def test_the_slowest_device_decides() -> None:
     even, uneven = (
-        estimated("8xH100", model=GPT2, train={"batch_size": size}).paces[0] for size in (16, 12)
+        estimate_of("8xH100", model=GPT2, train={"batch_size": size}).paces[0] for size in (16, 12)
     )
     assert (even.balance, uneven.balance) == (1, 12 / 16)
     assert uneven.step_s == even.step_s
 
 
 def test_gradient_checkpointing_repeats_the_forward_pass() -> None:
-    plain, again = (
-        estimated("H100", model=GPT2, train={"gradient_checkpointing": value}).paces[0]
+    plain, recomputing = (
+        estimate_of("H100", model=GPT2, train={"gradient_checkpointing": value}).paces[0]
         for value in (False, True)
     )
-    assert again.step_s == pytest.approx(plain.step_s * 4 / 3)
+    assert recomputing.step_s == pytest.approx(plain.step_s * 4 / 3)
 
 
 def test_evaluations_are_forward_passes() -> None:
-    result = estimated(
+    result = estimate_of(
         "2xH100",
         model=GPT2,
         train={"until": ("1050it",), "batch_size": 8},
@@ -202,29 +202,29 @@ def test_evaluations_are_forward_passes() -> None:
 
 def test_evaluations_of_data_of_unknown_size_are_not_counted_and_it_is_said() -> None:
     settings = {"model": GPT2, "train": {"until": ("500it",)}}
-    result = estimated("H100", **settings)
+    result = estimate_of("H100", **settings)
     assert result.paces[0].evaluation_s is None
     assert result.late is not None
     assert result.late.evaluations_s == 0
-    assert "2 evaluations not counted" in rendered("H100", **settings)
+    assert "2 evaluations not counted" in estimate_text("H100", **settings)
 
 
 def test_sending_may_take_longest() -> None:
     train = {"batch_size": 2, "until": ("10it",)}
     fast, slow = (
-        estimated(hardware, model=GPT2, train=train).paces[0]
+        estimate_of(hardware, model=GPT2, train=train).paces[0]
         for hardware in ("2xA100-80GB", "2xA10")
     )
     parameters = MATRICES + 1024 * 768 + 12 * (13 * 768) + 2 * 768
-    sent = 4 * parameters  # 2 · (2 - 1) / 2 of float32 gradients
-    assert slow.link_s == pytest.approx(sent / 32e9, rel=2e-4)
-    assert fast.link_s == pytest.approx(sent / 300e9, rel=2e-4)
+    link_bytes = 4 * parameters  # 2 · (2 - 1) / 2 of float32 gradients
+    assert slow.link_s == pytest.approx(link_bytes / 32e9, rel=2e-4)
+    assert fast.link_s == pytest.approx(link_bytes / 300e9, rel=2e-4)
     assert fast.step_s == fast.compute_s > fast.link_s
-    assert slow.hiding_bytes == pytest.approx(sent / slow.compute_s, rel=2e-4)
-    starved = estimated("2xL40S", model=GPT2, train=train)
-    assert starved.paces[0].step_s == starved.paces[0].link_s > starved.paces[0].compute_s
-    assert "which takes longest" in rendered("2xL40S", model=GPT2, train=train)
-    assert estimated("A10", model=GPT2, train=train).paces[0].link_s == 0
+    assert slow.hiding_bytes == pytest.approx(link_bytes / slow.compute_s, rel=2e-4)
+    link_bound = estimate_of("2xL40S", model=GPT2, train=train)
+    assert link_bound.paces[0].step_s == link_bound.paces[0].link_s > link_bound.paces[0].compute_s
+    assert "which takes longest" in estimate_text("2xL40S", model=GPT2, train=train)
+    assert estimate_of("A10", model=GPT2, train=train).paces[0].link_s == 0
 
 
 def test_growth_is_estimated_stage_by_stage() -> None:
@@ -239,7 +239,7 @@ def test_growth_is_estimated_stage_by_stage() -> None:
         "train": {"until": ("1000it",), "batch_size": 16},
         "eval": {"eval_interval": 100, "eval_iters": 1},
     }
-    result = estimated("4xH100", **settings)
+    result = estimate_of("4xH100", **settings)
     speed = 4 * 989e12 * 0.4
     flops = [
         6 * (layers * 12 * 768**2 + 50304 * 768) + 12 * layers * 1024 * 768 for layers in (4, 8, 12)
@@ -255,26 +255,26 @@ def test_growth_is_estimated_stage_by_stage() -> None:
     by_hand = sum(n * 16 * 1024 * f / speed for n, f in zip(early, flops, strict=True))
     assert result.early.training_s == pytest.approx(by_hand)
     assert result.longest_s == result.early.total_s
-    text = rendered("4xH100", **settings)
+    text = estimate_text("4xH100", **settings)
     assert "stage 3: " in text
     assert "if every operation fires at its latest step" in text
 
 
 def test_a_budget_of_time_ends_it() -> None:
     train = {"until": ("600s", "loss<3"), "batch_size": 64}
-    result = estimated("H100", model=GPT2, train=train)
+    result = estimate_of("H100", model=GPT2, train=train)
     assert (result.early, result.late, result.longest_s) == (None, None, 600)
     assert result.units_within_limit == pytest.approx(600 * 989e12 * 0.4 / TOKEN_FLOPS)
-    text = rendered("H100", model=GPT2, train=train)
+    text = estimate_text("H100", model=GPT2, train=train)
     assert "ends by the clock after 10m00, with 278M tokens" in text
-    both = estimated("H100", model=GPT2, train={**train, "until": ("5min", "10Mtok")})
-    assert both.late is not None
-    assert both.longest_s == both.late.total_s < 300
-    assert both.units_within_limit is None
+    two_budgets = estimate_of("H100", model=GPT2, train={**train, "until": ("5min", "10Mtok")})
+    assert two_budgets.late is not None
+    assert two_budgets.longest_s == two_budgets.late.total_s < 300
+    assert two_budgets.units_within_limit is None
 
 
 def test_without_an_end_the_time_of_a_thousand_steps_is_said() -> None:
-    text = rendered("H100", model=GPT2, train={"until": ("loss<3",), "batch_size": 64})
+    text = estimate_text("H100", model=GPT2, train={"until": ("loss<3",), "batch_size": 64})
     assert "open" in text
     assert "1,000 steps take 2m22" in text
     assert "device hours" not in text
@@ -290,7 +290,7 @@ class OneInFour(LanguageSpec):
 def test_tokens_that_are_no_targets_take_time_too() -> None:
     settings = {"model": GPT2, "train": {"until": ("100it",), "batch_size": 8}}
     plain, chats = (
-        estimated("H100", spec_class=kind, **settings) for kind in (LanguageSpec, OneInFour)
+        estimate_of("H100", spec_class=kind, **settings) for kind in (LanguageSpec, OneInFour)
     )
     assert chats.paces[0].step_s == plain.paces[0].step_s
     assert chats.paces[0].units_per_s == pytest.approx(plain.paces[0].units_per_s / 4)
@@ -300,10 +300,10 @@ def test_tokens_that_are_no_targets_take_time_too() -> None:
 
 
 def test_it_fits_where_the_forecast_leaves_room_for_the_allocator() -> None:
-    result = estimated("A100-40GB", model=GPT2, train={"batch_size": 16})
-    needed = result.fit.needed_bytes
+    result = estimate_of("A100-40GB", model=GPT2, train={"batch_size": 16})
+    needed_bytes = result.fit.needed_bytes
     assert result.fit.fits
-    at = replace(result.fit, device_bytes=math.ceil(needed / FORECAST_SHARE))
+    at = replace(result.fit, device_bytes=math.ceil(needed_bytes / FORECAST_SHARE))
     assert at.fits
     assert replace(at, device_bytes=at.device_bytes - 10).fits is False
     assert replace(at, is_complete=False).fits is None
@@ -323,26 +323,26 @@ def test_precisions_have_their_own_peaks() -> None:
 
 
 def test_the_data_that_a_budget_needs_are_compared_with_those_that_are_there() -> None:
-    many = rendered("H100", tokens=83_600, model=GPT2, train={"until": ("300Btok",)})
-    assert "needs 300B tokens, and there are 83.6k: 3,5" in many
-    assert "the budget counts passes" not in many
-    epochs = rendered("H100", tokens=83_600, model=GPT2, train={"until": ("3ep",)})
+    short_data = estimate_text("H100", tokens=83_600, model=GPT2, train={"until": ("300Btok",)})
+    assert "needs 300B tokens, and there are 83.6k: 3,5" in short_data
+    assert "the budget counts passes" not in short_data
+    epochs = estimate_text("H100", tokens=83_600, model=GPT2, train={"until": ("3ep",)})
     assert ": 3 passes" in epochs
     assert "the budget counts passes of the 83.6k tokens that are here" in epochs
-    part = rendered("H100", tokens=10**9, model=GPT2, train={"until": ("250Mtok",)})
+    part = estimate_text("H100", tokens=10**9, model=GPT2, train={"until": ("250Mtok",)})
     assert "25% of them" in part
-    unknown = rendered("H100", model=GPT2, train={"until": ("250Mtok",)})
+    unknown = estimate_text("H100", model=GPT2, train={"until": ("250Mtok",)})
     assert "needs 250M tokens; how many there are is not known yet" in unknown
 
 
-def rendered(hardware: str, **settings: object) -> str:
+def estimate_text(hardware: str, **settings: object) -> str:
     """The text, its lines joined as they were before they were wrapped."""
     tokens = settings.pop("tokens", None)
     assert tokens is None or isinstance(tokens, int)
     config = LanguageConfig.model_validate({"device": "cuda", "precision": "bf16", **settings})
-    told = forecast(
+    run_forecast = forecast(
         config, spec_for_tokens(config, tokens, 50304), parse_hardware(hardware).devices
     )
-    text = render_estimate(estimated(hardware, tokens=tokens, **settings), told, "", "")
+    text = render_estimate(estimate_of(hardware, tokens=tokens, **settings), run_forecast, "", "")
     assert all(len(line) <= 80 for line in text.splitlines())
     return " ".join(text.split())

@@ -111,9 +111,11 @@ def test_products_round_to_the_nearest_not_down() -> None:
 
 
 def test_a_whole_validation_set_stays_whole() -> None:
-    whole = CONFIG.model_copy(update={"eval": CONFIG.eval.model_copy(update={"eval_iters": None})})
+    whole_set = CONFIG.model_copy(
+        update={"eval": CONFIG.eval.model_copy(update={"eval_iters": None})}
+    )
     state = fold_history(
-        initial_state(whole, ARCHITECTURE), (Change(Operation("change_eval_iters", 2.0), 0, 0),)
+        initial_state(whole_set, ARCHITECTURE), (Change(Operation("change_eval_iters", 2.0), 0, 0),)
     )
     assert state.settings.eval_iters is None
 
@@ -134,14 +136,14 @@ def test_growth_changes_the_architecture_and_says_how() -> None:
 
 
 def test_a_model_that_grows_may_have_its_rate_rise_again() -> None:
-    kept = after(("widen_mlp", "x2", {"lr": "keep"}), step=500)
+    keep = after(("widen_mlp", "x2", {"lr": "keep"}), step=500)
     reset = after(("widen_mlp", "x2", {"lr": "reset"}), step=500)
-    rewarmed = after(("widen_mlp", "x2", {"lr": {"rewarm": 10}}), step=500)
+    rewarm = after(("widen_mlp", "x2", {"lr": {"rewarm": 10}}), step=500)
     course = initial_settings(CONFIG)
-    assert kept == course
+    assert keep == course
     assert reset == after(("reset_lr_schedule", None), step=500)
-    assert learning_rate(rewarmed, 500) == pytest.approx(learning_rate(course, 500) / 10)
-    assert learning_rate(rewarmed, 510) == learning_rate(course, 510)
+    assert learning_rate(rewarm, 500) == pytest.approx(learning_rate(course, 500) / 10)
+    assert learning_rate(rewarm, 510) == learning_rate(course, 510)
 
 
 def births(*operations: tuple[Any, ...]) -> list[tuple[int, set[str]]]:
@@ -159,7 +161,7 @@ NEW = {"lr": {"rewarm_new": 25}}
 
 
 @pytest.mark.parametrize(
-    ("operations", "found"),
+    ("operations", "expected"),
     [
         ([("insert_layers", 1, NEW)], [(0, {"blocks.2"})]),
         (
@@ -178,14 +180,14 @@ NEW = {"lr": {"rewarm_new": 25}}
     ],
 )
 def test_births_follow_what_was_born(
-    operations: list[tuple[Any, ...]], found: list[tuple[int, set[str]]]
+    operations: list[tuple[Any, ...]], expected: list[tuple[int, set[str]]]
 ) -> None:
-    assert births(*operations) == found
+    assert births(*operations) == expected
 
 
 def test_what_is_at_least_half_new_is_new() -> None:
-    doubled = after(("widen_mlp", "x2", NEW)).new_param_warmups[0].names
-    assert {name.partition("mlp.")[2] for name in doubled} == {
+    names = after(("widen_mlp", "x2", NEW)).new_param_warmups[0].names
+    assert {name.partition("mlp.")[2] for name in names} == {
         "up.weight",
         "up.bias",
         "down.weight",
@@ -195,8 +197,8 @@ def test_what_is_at_least_half_new_is_new() -> None:
 
 
 def test_a_skipped_operation_changes_nothing() -> None:
-    skipped = Change(Operation("widen_mlp", "x2"), 7, 0, entry=0, skipped="no memory")
-    assert fold_history(initial_state(CONFIG, ARCHITECTURE), (skipped,)) == fold_history(
+    change = Change(Operation("widen_mlp", "x2"), 7, 0, entry=0, skipped="no memory")
+    assert fold_history(initial_state(CONFIG, ARCHITECTURE), (change,)) == fold_history(
         initial_state(CONFIG, ARCHITECTURE), ()
     )
 
@@ -207,8 +209,8 @@ def test_a_mask_is_folded_by_an_operation_of_its_own() -> None:
     open_ = fold_history(initial_state(CONFIG, ARCHITECTURE), (grow,)).architecture
     assert open_.mask is not None
     assert open_.mask.end == 27
-    folded = fold_history(initial_state(CONFIG, ARCHITECTURE), (grow, fold_it)).architecture
-    assert folded == state_after(("insert_layers", 1)).architecture
+    architecture = fold_history(initial_state(CONFIG, ARCHITECTURE), (grow, fold_it)).architecture
+    assert architecture == state_after(("insert_layers", 1)).architecture
 
 
 @pytest.mark.parametrize(
@@ -321,7 +323,7 @@ FIRST = sorted(name for name in ARCHITECTURE.parameters() if name.startswith("bl
 
 
 @pytest.mark.parametrize(
-    ("operations", "patterns", "moved"),
+    ("operations", "patterns", "new_layers"),
     [
         # the block that was first stays frozen, wherever it is
         (
@@ -350,12 +352,12 @@ FIRST = sorted(name for name in ARCHITECTURE.parameters() if name.startswith("bl
     ],
 )
 def test_freezing_follows_what_it_froze(
-    operations: list[tuple[Any, ...]], patterns: tuple[str, ...], moved: dict[int, int]
+    operations: list[tuple[Any, ...]], patterns: tuple[str, ...], new_layers: dict[int, int]
 ) -> None:
     state = state_after(*operations)
     frozen = {n for n in state.architecture.parameters() if is_frozen(state.settings.frozen, n)}
     assert state.settings.frozen == patterns
-    assert frozen == {name.replace("blocks.0.", f"blocks.{moved[0]}.", 1) for name in FIRST}
+    assert frozen == {name.replace("blocks.0.", f"blocks.{new_layers[0]}.", 1) for name in FIRST}
 
 
 def test_what_growth_makes_new_among_frozen_blocks_trains() -> None:
@@ -371,14 +373,14 @@ def test_what_growth_makes_new_among_frozen_blocks_trains() -> None:
 
 
 def test_thawing_goes_by_the_names_of_now() -> None:
-    moved = ("freeze", "blocks.0.*"), ("insert_layers", 1, {"where": "start"})
-    assert after(*moved, ("unfreeze", "blocks.1.*")).frozen == ()
-    assert is_frozen(after(*moved, ("unfreeze", "blocks.0.*")).frozen, "blocks.1.norm.weight")
+    operations = ("freeze", "blocks.0.*"), ("insert_layers", 1, {"where": "start"})
+    assert after(*operations, ("unfreeze", "blocks.1.*")).frozen == ()
+    assert is_frozen(after(*operations, ("unfreeze", "blocks.0.*")).frozen, "blocks.1.norm.weight")
 
 
 def test_patterns_say_what_is_frozen_and_nothing_else() -> None:
     names = ["a.b.c", "a.b.d", "a.e", "f[0].g", "f[0].h", "i", "blocks.1.w", "blocks.10.w"]
     frozen = {"a.b.c", "a.b.d", "f[0].g", "i", "blocks.1.w"}
-    found = patterns_of(frozen, names)
-    assert found == ("a.b.*", "f[[]0].g", "i", "blocks.1.*")
-    assert {name for name in names if is_frozen(found, name)} == frozen
+    patterns = patterns_of(frozen, names)
+    assert patterns == ("a.b.*", "f[[]0].g", "i", "blocks.1.*")
+    assert {name for name in names if is_frozen(patterns, name)} == frozen

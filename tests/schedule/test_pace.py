@@ -94,13 +94,13 @@ def test_any_stride_through_the_epochs_ends_at_the_same_place(
 ) -> None:
     """A step takes a whole batch, or what is left of its epoch."""
     pace = Pace(batch, context, size, flops_per_token=3)
-    counted, spot = 0, Clock()
+    samples, spot = 0, Clock()
     for _ in range(sum(strides)):
-        counted += min(batch, size - counted % size)
+        samples += min(batch, size - samples % size)
     for stride in strides:
         spot = spot.after(pace, stride)
-    assert (spot.step, spot.samples) == (sum(strides), counted)
-    assert (spot.tokens, spot.flops) == (counted * context, counted * context * 3)
+    assert (spot.step, spot.samples) == (sum(strides), samples)
+    assert (spot.tokens, spot.flops) == (samples * context, samples * context * 3)
 
 
 @given(
@@ -135,12 +135,13 @@ def test_partial_steps_are_those_that_a_run_comes_to() -> None:
             legs.append(
                 Leg(None, SimpleNamespace(settings=settings), Pace(batch, 1, 21, 1, **pace))
             )  # type: ignore[arg-type]
-        begun = [Clock()]
+        clocks = [Clock()]
         for leg, (step, _) in zip(legs, changes, strict=False):
-            begun.append(begun[-1].after(leg.pace, step - begun[-1].step))
-        end = begun[-1].after(legs[-1].pace, until - begun[-1].step)
+            clocks.append(clocks[-1].after(leg.pace, step - clocks[-1].step))
+        end = clocks[-1].after(legs[-1].pace, until - clocks[-1].step)
         return [
-            step.samples for step in partial_steps(Timeline(tuple(begun), end, legs[-1].pace), legs)
+            step.samples
+            for step in partial_steps(Timeline(tuple(clocks), end, legs[-1].pace), legs)
         ]
 
     assert partial(2) == []

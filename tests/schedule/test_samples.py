@@ -21,16 +21,18 @@ SAMPLES = sorted((ROOT / "configs").iterdir())
 RUNS = sorted((ROOT / "examples/growth").glob("*.yaml"))
 
 
-def told(config: Path | None, *options: str) -> Forecast:
-    loaded = load_checked(config and str(config), options)
-    data = loaded.config.data
+def forecast_of(config: Path | None, *options: str) -> Forecast:
+    loaded_config = load_checked(config and str(config), options)
+    data = loaded_config.config.data
     vocabulary = data.vocab_size if data.tokenizer == "bpe" else 256
-    return checked_forecast(loaded, spec_for_tokens(loaded.config, 10**7, vocabulary), world_size=2)
+    return checked_forecast(
+        loaded_config, spec_for_tokens(loaded_config.config, 10**7, vocabulary), world_size=2
+    )
 
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.name)
 def test_a_sample_schedule_makes_a_run_to_its_last_operation(path: Path) -> None:
-    forecast = told(None, f"schedule={path}", "train.until=1Mit")
+    forecast = forecast_of(None, f"schedule={path}", "train.until=1Mit")
     assert len(forecast.stages) > 4
     assert all(stage.latest_step is not None for stage in forecast.stages)
     assert max(map(len, render(forecast).splitlines())) <= 80
@@ -58,7 +60,7 @@ def test_the_multipliers_are_the_seed_s() -> None:
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.name)
 def test_a_growth_run_reaches_every_stage_before_it_ends(path: Path) -> None:
-    forecast = told(path)
+    forecast = forecast_of(path)
     assert all(stage.latest_step is not None for stage in forecast.stages)
     sizes = [stage.parameters.total for stage in forecast.stages]
     assert sizes == sorted(sizes)
@@ -67,7 +69,7 @@ def test_a_growth_run_reaches_every_stage_before_it_ends(path: Path) -> None:
 
 
 def test_the_run_on_a_cpu_changes_all_that_it_says() -> None:
-    first, *_, last = told(ROOT / "examples/growth/cpu.yaml").stages
+    first, *_, last = forecast_of(ROOT / "examples/growth/cpu.yaml").stages
     assert last.architecture.n_layer == 2 * first.architecture.n_layer
     assert last.architecture.n_mlp > first.architecture.n_mlp
     assert last.architecture.n_embd == 2 * first.architecture.n_embd
@@ -76,9 +78,9 @@ def test_the_run_on_a_cpu_changes_all_that_it_says() -> None:
 
 
 def test_the_family_has_three_sizes_that_all_decay() -> None:
-    forecast = told(ROOT / "examples/growth/family.yaml")
+    forecast = forecast_of(ROOT / "examples/growth/family.yaml")
     small, medium = forecast.branches
-    sizes = [each.parameters.total for each in (small, medium, forecast.stages[-1])]
+    sizes = [model.parameters.total for model in (small, medium, forecast.stages[-1])]
     assert sizes == sorted(set(sizes))
     assert small.decay == small.iters
     assert medium.decay == medium.iters
@@ -88,7 +90,7 @@ def test_the_family_has_three_sizes_that_all_decay() -> None:
 
 
 def test_the_large_one_ends_as_gpt2() -> None:
-    architecture = told(ROOT / "examples/growth/gpt2-124m.yaml").stages[-1].architecture
+    architecture = forecast_of(ROOT / "examples/growth/gpt2-124m.yaml").stages[-1].architecture
     assert (architecture.n_layer, architecture.n_embd, architecture.n_head) == (12, 768, 12)
     assert (architecture.n_mlp, architecture.head_dim, architecture.context) == (3072, 64, 1024)
     # what transformers counts in `gpt2`
@@ -98,8 +100,8 @@ def test_the_large_one_ends_as_gpt2() -> None:
 def test_the_page_names_every_operation_option_trigger_and_guard() -> None:
     # those of adapters have a page of their own
     pages = [(ROOT / "docs" / name).read_text("utf-8") for name in ("schedule.md", "lora.md")]
-    said = set(re.findall(r"\w+", "\n".join(pages)))
-    assert {*operation_names()} - {"fold_masks"} <= said
-    assert {option for operator in OPERATORS.values() for option in operator.options} <= said
+    words = set(re.findall(r"\w+", "\n".join(pages)))
+    assert {*operation_names()} - {"fold_masks"} <= words
+    assert {option for operator in OPERATORS.values() for option in operator.options} <= words
     for section in (ScheduledOperation, When, PlateauTrigger):
-        assert set(section.model_fields) <= said
+        assert set(section.model_fields) <= words

@@ -71,9 +71,9 @@ def test_exponential_falls_as_far_but_smoothly() -> None:
 @pytest.mark.parametrize("shape", ["step", "exponential"])
 def test_shapes_without_an_end_know_of_none(shape: str) -> None:
     course = settings(lr_shape=shape, decay_every=20, min_lr_ratio=0.0, lr_decay_iters=None)
-    ended = dataclasses.replace(course, lr_decay_iters=11)
+    finite = dataclasses.replace(course, lr_decay_iters=11)
     for step in range(200):
-        assert learning_rate(course, step) == learning_rate(ended, step)
+        assert learning_rate(course, step) == learning_rate(finite, step)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -106,7 +106,7 @@ def torchs(make: Any, steps: int, *args: Any, **options: Any) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("changes", "theirs"),
+    ("changes", "expected"),
     [
         (
             {"lr_shape": "linear", "lr_decay_iters": 60, "min_lr_ratio": 0.1},
@@ -134,9 +134,9 @@ def torchs(make: Any, steps: int, *args: Any, **options: Any) -> list[float]:
         ),
     ],
 )
-def test_the_rates_are_those_of_torch(changes: dict[str, Any], theirs: list[float]) -> None:
+def test_the_rates_are_those_of_torch(changes: dict[str, Any], expected: list[float]) -> None:
     course = settings(**{"warmup_iters": 0} | changes)
-    assert [learning_rate(course, step) for step in range(len(theirs))] == pytest.approx(theirs)
+    assert [learning_rate(course, step) for step in range(len(expected))] == pytest.approx(expected)
 
 
 def test_constant_stays_at_the_peak() -> None:
@@ -200,7 +200,7 @@ def test_the_rate_rises_to_the_peak_then_falls_and_never_below_the_lowest(
         min_lr_ratio=lowest,
         lr_start=start,
     )
-    rate, following = (learning_rate(course, start + each) for each in (step, step + 1))
+    rate, following = (learning_rate(course, start + offset) for offset in (step, step + 1))
     assert math.isfinite(rate)
     assert 0.0 <= rate <= 1.0
     if step < warmup:
@@ -209,5 +209,5 @@ def test_the_rate_rises_to_the_peak_then_falls_and_never_below_the_lowest(
         assert following <= rate + 1e-12
         assert rate >= lowest - 1e-12
     # the warm-up's last step and the one after it are both at the peak
-    at_peak = [learning_rate(course, start + each) for each in (warmup, max(warmup - 1, 0))]
+    at_peak = [learning_rate(course, start + offset) for offset in (warmup, max(warmup - 1, 0))]
     assert at_peak == pytest.approx([1.0, 1.0])

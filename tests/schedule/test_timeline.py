@@ -35,13 +35,13 @@ SMALL = {"n_layer": 1, "n_head": 2, "n_embd": 8, "context": 10}
 
 
 def config(schedule: list[dict[str, Any]], **changes: Any) -> LanguageConfig:
-    given = {
+    sections = {
         "model": SMALL,
         "schedule": schedule,
         "train": {"until": ["300it"], "batch_size": 4},
         "eval": {"eval_interval": 20},
     }
-    return LanguageConfig.model_validate(given | changes)
+    return LanguageConfig.model_validate(sections | changes)
 
 
 def foretold(run: LanguageConfig) -> tuple[list[int | None], list[int | None]]:
@@ -50,13 +50,13 @@ def foretold(run: LanguageConfig) -> tuple[list[int | None], list[int | None]]:
     return [stage.first_step for stage in stages], [stage.latest_step for stage in stages]
 
 
-def played(run: LanguageConfig, *, hopeful: bool) -> list[int | None]:
+def simulated_steps(run: LanguageConfig, *, hopeful: bool) -> list[int | None]:
     """The steps of a loop that asks between all of them, as a trainer does."""
     schedule, budgets = schedule_entries(run), [parse_budget(text) for text in run.train.until]
     state = initial_state(run, resolve_architecture(run.model, VOCABULARY))
     history: History = ()
     spot, losses = Clock(), []
-    evaluated = evaluates_at_start(run)
+    has_evaluation = evaluates_at_start(run)
     while True:
         context = state.settings.context
         pace = Pace(
@@ -70,7 +70,7 @@ def played(run: LanguageConfig, *, hopeful: bool) -> list[int | None]:
             break
         # what is hoped for is below any bound and flat; what is feared is above and falls
         loss = -1e9 if hopeful else 1e9 - 1e6 * spot.step
-        if evaluated:
+        if has_evaluation:
             losses.append((spot.step, loss))
         mask = state.architecture.mask
         if mask is not None and spot.step >= mask.end:
@@ -82,7 +82,7 @@ def played(run: LanguageConfig, *, hopeful: bool) -> list[int | None]:
                 counters=spot,
                 fraction=max(used),
                 since_last=spot.step - (last or 0),
-                loss=loss if evaluated else None,
+                loss=loss if has_evaluation else None,
                 losses=tuple(losses),
                 flops_per_step=pace.flops_per_step,
                 has_changed=last == spot.step,
@@ -92,7 +92,7 @@ def played(run: LanguageConfig, *, hopeful: bool) -> list[int | None]:
                 break
             state = carried_out(state, entry.operation, spot.step)
             history = (*history, Change(entry.operation, spot.step, 0, entry.number))
-            evaluated = evaluated or entry.reevaluate
+            has_evaluation = has_evaluation or entry.reevaluate
         if state.settings.context != context:
             spot = spot.new_order(pace)
             pace = dataclasses.replace(
@@ -102,14 +102,14 @@ def played(run: LanguageConfig, *, hopeful: bool) -> list[int | None]:
             )
         pace = dataclasses.replace(pace, global_batch=state.settings.global_batch)
         spot = spot.after(pace, 1)
-        evaluated = spot.step % state.settings.eval_interval == 0
+        has_evaluation = spot.step % state.settings.eval_interval == 0
     steps = [change.step for change in history]
     return [*steps, *([None] * (len(schedule) - len(steps)))]
 
 
 def _used(spot: Clock, pace: Pace, kind: str) -> float:
-    counted = {"steps": spot.step, "tokens": spot.tokens, "samples": spot.samples}
-    return float(counted.get(kind, spot.epochs(pace)))
+    counters = {"steps": spot.step, "tokens": spot.tokens, "samples": spot.samples}
+    return float(counters.get(kind, spot.epochs(pace)))
 
 
 SEEDS = [
@@ -162,7 +162,7 @@ def test_the_seed_s_schedule_fires_where_a_hand_calculation_says(
 
 
 @pytest.mark.parametrize(
-    ("given", "early", "late"),
+    ("entries", "early", "late"),
     [
         ([{"when": {"at_step": 0}}], [0], [0]),
         ([{"when": {"at_step": 33}}], [33], [33]),
@@ -218,11 +218,14 @@ def test_the_seed_s_schedule_fires_where_a_hand_calculation_says(
     ],
 )
 def test_the_steps_of_a_schedule(
-    given: list[dict[str, Any]], early: list[int | None], late: list[int | None]
+    entries: list[dict[str, Any]], early: list[int | None], late: list[int | None]
 ) -> None:
-    run = config([{"name": "change_lr", "value": 1.0, **each} for each in given])
+    run = config([{"name": "change_lr", "value": 1.0, **entry} for entry in entries])
     assert foretold(run) == (early, late)
-    assert (played(run, hopeful=True), played(run, hopeful=False)) == (early, late)
+    assert (simulated_steps(run, hopeful=True), simulated_steps(run, hopeful=False)) == (
+        early,
+        late,
+    )
 
 
 def test_another_model_s_curve_is_passed_at_once_or_never() -> None:
@@ -232,12 +235,12 @@ def test_another_model_s_curve_is_passed_at_once_or_never() -> None:
 
 
 def test_growth_waits_until_a_mask_is_open_in_full() -> None:
-    soon = {"when": {"waited": 10}}
+    trigger = {"when": {"waited": 10}}
     run = config(
         [
-            {"name": "insert_layers", "value": 1, "mask": 100, **soon},
-            {"name": "change_lr", "value": 2.0, **soon},
-            {"name": "widen_mlp", "value": "x2", **soon},
+            {"name": "insert_layers", "value": 1, "mask": 100, **trigger},
+            {"name": "change_lr", "value": 2.0, **trigger},
+            {"name": "widen_mlp", "value": "x2", **trigger},
         ]
     )
     assert foretold(run)[0] == [10, 20, 110]
@@ -246,10 +249,10 @@ def test_growth_waits_until_a_mask_is_open_in_full() -> None:
 def test_a_larger_batch_brings_a_token_budget_s_end_nearer() -> None:
     schedule = [{"name": "change_batch_size", "value": 2, "when": {"at_fraction": 0.5}}]
     run = config(schedule, train={"until": ["3200tok"], "batch_size": 4})
-    told = forecast(run, spec_for_tokens(run, TOKENS, VOCABULARY), world_size=1)
-    assert told.stages[1].first_step == 40
-    assert told.early is not None
-    assert (told.early.steps, told.early.tokens) == (60, 3200)
+    run_forecast = forecast(run, spec_for_tokens(run, TOKENS, VOCABULARY), world_size=1)
+    assert run_forecast.stages[1].first_step == 40
+    assert run_forecast.early is not None
+    assert (run_forecast.early.steps, run_forecast.early.tokens) == (60, 3200)
 
 
 COUNTED = st.one_of(
@@ -296,11 +299,11 @@ SOURCE_FORM = st.one_of(
     st.builds(lambda n: {"trigger_loss": 3.0, "max_wait_iters": n}, st.integers(1, 90)),
 )
 ENTRY = st.builds(
-    lambda operation, when, least, again: {
+    lambda operation, when, min_steps, reevaluate: {
         **operation,
         **when,
-        "reevaluate": again,
-        **({"min_steps": least} if least else {}),
+        "reevaluate": reevaluate,
+        **({"min_steps": min_steps} if min_steps else {}),
     },
     OPERATION,
     st.builds(lambda when: {"when": when}, WHEN) | SOURCE_FORM,
@@ -321,8 +324,8 @@ def test_any_schedule_fires_where_a_loop_makes_it_fire(
         eval={"eval_interval": 20, "at_start": at_start},
     )
     early, late = foretold(run)
-    assert early == played(run, hopeful=True)
-    assert late == played(run, hopeful=False)
+    assert early == simulated_steps(run, hopeful=True)
+    assert late == simulated_steps(run, hopeful=False)
 
 
 BRANCH = {"name": "branch", "value": "early", "iters": 5, "when": {"at_step": 0}}
@@ -339,12 +342,12 @@ def test_a_branch_moves_no_operation_of_its_trunk(
     }
     place = min(place, len(schedule))
     run = config([*schedule[:place], BRANCH, *schedule[place:]], **how)
-    steps = played(run, hopeful=True)
-    branched = steps.pop(place)
-    assert steps == played(config(schedule, **how), hopeful=True)
-    if branched is None:
+    steps = simulated_steps(run, hopeful=True)
+    branch_step = steps.pop(place)
+    assert steps == simulated_steps(config(schedule, **how), hopeful=True)
+    if branch_step is None:
         with pytest.raises(ScheduleError, match="cannot begin: the run ends"):
             forecast(run, spec_for_tokens(run, TOKENS, VOCABULARY), world_size=1)
     else:
         early, _ = foretold(run)
-        assert [early.pop(place), early] == [branched, steps]
+        assert [early.pop(place), early] == [branch_step, steps]

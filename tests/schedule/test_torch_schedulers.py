@@ -81,10 +81,10 @@ def test_every_scheduler_has_cases() -> None:
 def test_the_rate_of_every_step_is_torchs(shape: str, options: dict[str, Any]) -> None:
     settings = initial_settings(config_of(shape, options))
     rates = [learning_rate(settings, step) for step in range(STEPS)]
-    theirs = of_torch(shape, options)
-    assert len(set(theirs)) > 1
+    expected = of_torch(shape, options)
+    assert len(set(expected)) > 1
     # where torch multiplies its way down to about 0, the rounding of larger rates is left
-    assert rates == pytest.approx(theirs, rel=1e-12, abs=1e-15 * LR * STEPS)
+    assert rates == pytest.approx(expected, rel=1e-12, abs=1e-15 * LR * STEPS)
 
 
 @SCHEDULED
@@ -115,10 +115,10 @@ def test_operations_scale_restart_and_stretch_it(shape: str, options: dict[str, 
             0.5 * learning_rate(before, step), rel=1e-12
         )
     assert settings.lr_options == before.lr_options
-    _, doubled = effective(config, history[2:3])
+    _, doubled_settings = effective(config, history[2:3])
     _, set_to_8 = effective(config, (Change(Operation("set_warmup_iters", 8), 0, 0),))
-    assert doubled.lr_options == set_to_8.lr_options
-    counts = {n: v for n, v in doubled.lr_options if v != dict(before.lr_options)[n]}
+    assert doubled_settings.lr_options == set_to_8.lr_options
+    counts = {n: v for n, v in doubled_settings.lr_options if v != dict(before.lr_options)[n]}
     assert counts.keys() == {
         name
         for name, value in before.lr_options
@@ -138,10 +138,10 @@ def test_a_resume_with_another_scheduler_has_that_one_from_then_on() -> None:
     values = {"learning_rate.shape": "ExponentialLR", "learning_rate.options": {"gamma": 0.9}}
     _, settings = effective(config, (Change(override(values, {}), 50, 0),))
     assert learning_rate(settings, 60) == pytest.approx(LR * 0.9**60)
-    _, again = effective(
+    _, second_settings = effective(
         config, (Change(override({"learning_rate.options": {"step_size": 20}}, {}), 50, 0),)
     )
-    assert learning_rate(again, 60) == pytest.approx(LR * 0.1**3)
+    assert learning_rate(second_settings, 60) == pytest.approx(LR * 0.1**3)
 
 
 def test_after_the_last_step_of_a_cycle_the_rate_stays() -> None:
@@ -168,11 +168,11 @@ def test_a_rate_that_grows_without_end_is_a_number(shape: str, options: dict[str
 
 def test_what_a_scheduler_leaves_is_said_before_the_start() -> None:
     keys = ["learning_rate.shape=OneCycleLR", "learning_rate.options={total_steps: 50}"]
-    loaded = load_config(None, [*keys, "train.until=80it"])
-    prepared = preflight(loaded, 1, assume=lambda _: None)
-    assert any("momentum stays" in text for text in prepared.warnings)
-    assert any("total_steps (50) ends before the 80 steps" in text for text in prepared.warnings)
-    assert prepared.config.learning_rate.lr_decay_iters is None
+    loaded_config = load_config(None, [*keys, "train.until=80it"])
+    preparation = preflight(loaded_config, 1, assume=lambda _: None)
+    assert any("momentum stays" in text for text in preparation.warnings)
+    assert any("total_steps (50) ends before the 80 steps" in text for text in preparation.warnings)
+    assert preparation.config.learning_rate.lr_decay_iters is None
 
 
 def test_a_halving_cycle_goes_on_for_ever() -> None:
@@ -183,6 +183,6 @@ def test_a_halving_cycle_goes_on_for_ever() -> None:
 
 
 def test_steps_that_are_left_at_their_default_are_scaled_too() -> None:
-    scaled = with_steps("CyclicLR", {"base_lr": 1e-5}, lambda step: step // 10)
-    assert scaled == {"base_lr": 1e-5, "step_size_up": 200}
+    options = with_steps("CyclicLR", {"base_lr": 1e-5}, lambda step: step // 10)
+    assert options == {"base_lr": 1e-5, "step_size_up": 200}
     assert with_steps("PolynomialLR", {}, lambda step: step * 2) == {"total_iters": 10}

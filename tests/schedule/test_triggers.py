@@ -79,7 +79,7 @@ def test_a_loss_that_is_no_number_is_not_below_any(loss: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("trigger", "needed"),
+    ("trigger", "expected"),
     [
         (Waited(1), False),
         (AnyOf((AtStep(1), AtTokens(1))), False),
@@ -90,12 +90,12 @@ def test_a_loss_that_is_no_number_is_not_below_any(loss: float) -> None:
         (AllOf((Waited(1), AnyOf((AtStep(1), FLAT)))), True),
     ],
 )
-def test_what_needs_a_loss_is_asked_at_evaluations_only(trigger: Trigger, needed: bool) -> None:
-    assert needs_loss(trigger) is needed
+def test_what_needs_a_loss_is_asked_at_evaluations_only(trigger: Trigger, expected: bool) -> None:
+    assert needs_loss(trigger) is expected
     between = dataclasses.replace(
         NOW, counters=Counters(10**9, tokens=10**12), since_last=10**9, loss=None
     )
-    assert (fires(trigger, between) is None) is needed
+    assert (fires(trigger, between) is None) is expected
 
 
 def losses(*values: float, every: int = 100) -> Moment:
@@ -106,7 +106,7 @@ def losses(*values: float, every: int = 100) -> Moment:
 
 
 @pytest.mark.parametrize(
-    ("values", "fired"),
+    ("values", "expected"),
     [
         ((4.0, 3.0), False),  # too few
         ((4.0, 3.5, 3.0), False),  # falls by 5 per 1,000 steps
@@ -117,15 +117,15 @@ def losses(*values: float, every: int = 100) -> Moment:
         ((9.0, 3.0, 3.0, 3.0), True),  # only the last three count
     ],
 )
-def test_a_plateau_is_a_line_that_hardly_falls(values: tuple[float, ...], fired: bool) -> None:
-    assert (fires(Plateau(3, 0.1000001), losses(*values)) is not None) is fired
+def test_a_plateau_is_a_line_that_hardly_falls(values: tuple[float, ...], expected: bool) -> None:
+    assert (fires(Plateau(3, 0.1000001), losses(*values)) is not None) is expected
 
 
 def test_a_plateau_must_last_as_long_as_its_patience() -> None:
     patient = Plateau(window=2, slope=0.1, patience=2)
     assert fires(patient, losses(4.0, 3.0, 3.0)) is None
-    said = fires(patient, losses(4.0, 3.0, 3.0, 3.0))
-    assert said == "val fell 0 per 1,000 steps over 2 evaluations"
+    reason = fires(patient, losses(4.0, 3.0, 3.0, 3.0))
+    assert reason == "val fell 0 per 1,000 steps over 2 evaluations"
 
 
 def test_what_an_operation_did_to_the_loss_is_no_slope() -> None:
@@ -136,14 +136,14 @@ def test_what_an_operation_did_to_the_loss_is_no_slope() -> None:
 
 def test_a_slope_is_compared_per_flop() -> None:
     # falls by 0.5 nats in 100 steps of 1e12 FLOPs: by 5 per 1e15
-    seen = dataclasses.replace(losses(4.0, 3.5, 3.0), flops_per_step=1e12)
-    assert fires(SlopeBelow(3, 5.01), seen) == (
+    moment = dataclasses.replace(losses(4.0, 3.5, 3.0), flops_per_step=1e12)
+    assert fires(SlopeBelow(3, 5.01), moment) == (
         "val fell 5 per 1e15 FLOPs over 3 evaluations, at most 5.01"
     )
-    assert fires(SlopeBelow(3, 4.99), seen) is None
-    assert fires(SlopeBelow(3, 5.01), dataclasses.replace(seen, flops_per_step=5e11)) is None
-    assert fires(SlopeBelow(4, 9e9), seen) is None  # the one before was at the last operation
-    assert fires(SlopeBelow(3, 9e9, patience=2), seen) is None
+    assert fires(SlopeBelow(3, 4.99), moment) is None
+    assert fires(SlopeBelow(3, 5.01), dataclasses.replace(moment, flops_per_step=5e11)) is None
+    assert fires(SlopeBelow(4, 9e9), moment) is None  # the one before was at the last operation
+    assert fires(SlopeBelow(3, 9e9, patience=2), moment) is None
 
 
 def test_the_slope_of_another_model_is_that_at_the_same_loss() -> None:
@@ -152,11 +152,11 @@ def test_the_slope_of_another_model_is_that_at_the_same_loss() -> None:
     assert law.loss(flops) == pytest.approx(3.5)
     fall = (law.loss(flops * 0.999) - law.loss(flops * 1.001)) / (0.002 * flops) * 1e15
     assert law.slope_at(3.5) == pytest.approx(fall, rel=1e-4)
-    seen = dataclasses.replace(losses(4.0, 3.5, 3.0), flops_per_step=1e12)
-    assert fires(SlopeBelow(3, law), seen) is None  # 5 here, 1.7 there
-    assert fires(SlopeBelow(3, PowerLaw(2.0, 1e14, 0.5)), seen) is not None
+    moment = dataclasses.replace(losses(4.0, 3.5, 3.0), flops_per_step=1e12)
+    assert fires(SlopeBelow(3, law), moment) is None  # 5 here, 1.7 there
+    assert fires(SlopeBelow(3, PowerLaw(2.0, 1e14, 0.5)), moment) is not None
     # what the other one never reaches, it does not reach faster
-    assert fires(SlopeBelow(3, PowerLaw(3.6, 1e14, 0.5)), seen) is None
+    assert fires(SlopeBelow(3, PowerLaw(3.6, 1e14, 0.5)), moment) is None
 
 
 def test_how_many_losses_to_remember() -> None:
@@ -167,8 +167,8 @@ def test_how_many_losses_to_remember() -> None:
 
 
 def test_words() -> None:
-    both = AllOf((AnyOf((LossBelow(3.5), Waited(4000))), AtFraction(0.25), AtTokens(50_000_000)))
-    assert words(both) == (
+    trigger = AllOf((AnyOf((LossBelow(3.5), Waited(4000))), AtFraction(0.25), AtTokens(50_000_000)))
+    assert words(trigger) == (
         "(val < 3.5 or 4,000 steps after the last operation) and after 0.25 of the budget and after "
         "50.0M tokens"
     )

@@ -35,12 +35,12 @@ def test_only_what_has_changed_is_looked_at_again(tmp_path: Path) -> None:
     for _ in range(3):
         list_runs.refresh()
     assert sorted(looks.names) == [run.path.name for run in runs]
-    seen = list_runs.version
+    version = list_runs.version
     with runs[1].events.open("ab") as file:
         file.write(b"more\n")
     list_runs.refresh()
     assert looks.names[3:] == ["run-aaaab"]
-    assert [row["key"] for row in list_runs.since(seen)[0]] == ["run-aaaab"]
+    assert [row["key"] for row in list_runs.since(version)[0]] == ["run-aaaab"]
 
 
 def test_where_there_is_no_time_to_look_at_all_each_has_its_turn(

@@ -15,9 +15,9 @@ CSS = (files("instar.extensions.board") / "charts" / "charts.css").read_text(enc
 
 def pairs(name: str) -> tuple[str, str]:
     """A colour of the pages, light and dark."""
-    found = re.search(rf"--ic-{name}: light-dark\((#\w{{6}}), (#\w{{6}})\);", CSS)
-    assert found is not None, name
-    return found[1], found[2]
+    match = re.search(rf"--ic-{name}: light-dark\((#\w{{6}}), (#\w{{6}})\);", CSS)
+    assert match is not None, name
+    return match[1], match[2]
 
 
 LIGHT, DARK = zip(*(pairs(str(number)) for number in range(8)), strict=True)

@@ -26,16 +26,16 @@ def test_without_a_wish_any_port_will_do(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_page_is_opened_in_a_browser_if_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened: list[str] = []
-    monkeypatch.setattr(webbrowser, "open", opened.append)
+    urls: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", urls.append)
     monkeypatch.setattr(
         serve, "serve_dashboard", lambda _, address, __, **___: os.close(address.descriptor)
     )
     result = CliRunner().invoke(dashboard, [str(tmp_path / "later"), "--port", "0", "-e"])
     assert result.exit_code == 0
-    printed, token = result.stdout.strip().split("?token=")
-    assert opened[0].startswith(f"{printed}?token=")
-    assert token not in opened[0]
+    page_url, token = result.stdout.strip().split("?token=")
+    assert urls[0].startswith(f"{page_url}?token=")
+    assert token not in urls[0]
     assert "later does not exist yet" in result.stderr
 
 

@@ -28,15 +28,15 @@ def test_a_run_is_json_without_words_for_numbers(tmp_path: Path) -> None:
 def test_what_was_superseded_is_apart(tmp_path: Path) -> None:
     loss = chart_data(read_record(told_run(tmp_path / "told")))["series"]["loss"]
     assert loss["x"]["step"] == list(range(1, 41))
-    (lost,) = loss["superseded"]
-    assert lost["segment"] == 1
-    assert lost["x"]["step"] == [31, 32, 33, 34, 35]
-    assert all(value > 3 for value in lost["value"])
+    (superseded_curve,) = loss["superseded"]
+    assert superseded_curve["segment"] == 1
+    assert superseded_curve["x"]["step"] == [31, 32, 33, 34, 35]
+    assert all(value > 3 for value in superseded_curve["value"])
 
 
 def test_every_axis_has_as_many_places_as_there_are_values(tmp_path: Path) -> None:
-    for found in chart_data(read_record(told_run(tmp_path / "told")))["series"].values():
-        for piece in [found, *found["superseded"]]:
+    for curve in chart_data(read_record(told_run(tmp_path / "told")))["series"].values():
+        for piece in [curve, *curve["superseded"]]:
             assert set(piece["x"]) == set(AXES)
             assert {len(xs) for xs in piece["x"].values()} == {len(piece["value"])}
 
@@ -60,20 +60,20 @@ def test_marks_say_what_happened_where(tmp_path: Path) -> None:
     marks = chart_data(read_record(told_run(tmp_path / "told")))["marks"]
     kinds = [mark["kind"] for mark in marks]
     assert kinds == ["operation", "checkpoint", "checkpoint", "alert", "failed", "resume", "stop"]
-    grown = marks[0]
-    assert grown["title"] == "widen_mlp 64→96"
-    assert grown["text"].split("\n") == [
+    growth_mark = marks[0]
+    assert growth_mark["title"] == "widen_mlp 64→96"
+    assert growth_mark["text"].split("\n") == [
         "because val 3.12 < 3.50",
         "20.0k→24.1k, optimizer mapped",
         "exact, max |Δlogit| 2.5e-07, Δloss 0",
         "took 0.12 s",
     ]
-    assert grown["x"]["tokens"] == 128 * 20
+    assert growth_mark["x"]["tokens"] == 128 * 20
     assert [mark["kind"] for mark in marks if mark["superseded"]] == ["alert"]
 
 
 def test_what_was_asked_for_says_by_whom_and_what_became_of_it(tmp_path: Path) -> None:
-    asked = Asked(
+    event = Asked(
         id="3f",
         by="ann",
         outcome="refused",
@@ -81,7 +81,7 @@ def test_what_was_asked_for_says_by_whom_and_what_became_of_it(tmp_path: Path) -
         reason="no such tensor",
         **place(3),
     )
-    record = read_record(write(tmp_path / "asked", [(start_event(), 1), *steps(1, 3), (asked, 1)]))
+    record = read_record(write(tmp_path / "asked", [(start_event(), 1), *steps(1, 3), (event, 1)]))
     (mark,) = chart_data(record)["marks"]
     assert (mark["kind"], mark["sign"], mark["name"]) == ("asked", "asked", "")
     assert (mark["title"], mark["text"]) == ("freeze refused", "asked for by ann\nno such tensor")

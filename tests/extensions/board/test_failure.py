@@ -37,7 +37,7 @@ def test_a_killed_run_has_no_type(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "kind", "rest"),
+    ("message", "kind", "detail"),
     [
         ("rank 3 failed at step 1,200: ValueError: no: such key", "ValueError", "no: such key"),
         ("rank 3 failed at step 1,200: KeyboardInterrupt", "KeyboardInterrupt", ""),
@@ -46,16 +46,16 @@ def test_a_killed_run_has_no_type(tmp_path: Path) -> None:
     ],
 )
 def test_sentences_of_ranks_are_taken_apart(
-    tmp_path: Path, message: str, kind: str, rest: str
+    tmp_path: Path, message: str, kind: str, detail: str
 ) -> None:
-    failed = Failed(message=message, rank=3, step=1200)
-    run = write(tmp_path, "run-aaaaa", iter([(start_event(), 1), (failed, 1)]), "")
+    failure_event = Failed(message=message, rank=3, step=1200)
+    run = write(tmp_path, "run-aaaaa", iter([(start_event(), 1), (failure_event, 1)]), "")
 
     failure = run_failure(read_record(run))
 
     assert failure is not None
     assert (failure.type, failure.rank, failure.step) == (kind, 3, 1200)
-    assert failure.message.endswith(rest)
+    assert failure.message.endswith(detail)
 
 
 def test_a_run_that_did_not_crash_has_none(tmp_path: Path) -> None:

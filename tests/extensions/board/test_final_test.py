@@ -42,7 +42,7 @@ def predict(root: Path, last: float = 1.0) -> Path:
 
 
 @pytest.fixture
-def tested(tmp_path: Path) -> RunDir:
+def tested_run(tmp_path: Path) -> RunDir:
     """A run of one checkpoint, which is tested."""
     run, path = RunDir(tmp_path), save(tmp_path, 1.0)
     write_line(tmp_path, read_manifest(path).line)
@@ -56,34 +56,36 @@ def tested(tmp_path: Path) -> RunDir:
 
 
 def notes(run: RunDir) -> tuple[str, ...]:
-    found = read_final_test(run)
-    assert found is not None
-    return found.notes
+    final_test = read_final_test(run)
+    assert final_test is not None
+    return final_test.notes
 
 
-def test_nothing_is_said_of_a_test_of_what_is_there(tested: RunDir) -> None:
-    assert notes(tested) == ()
-    found = read_final_test(tested)
-    assert found is not None
-    assert len(found.scatters) == 1
+def test_nothing_is_said_of_a_test_of_what_is_there(tested_run: RunDir) -> None:
+    assert notes(tested_run) == ()
+    final_test = read_final_test(tested_run)
+    assert final_test is not None
+    assert len(final_test.scatters) == 1
 
 
-def test_a_test_of_weights_that_are_gone_or_others_now_is_said_to_be_one(tested: RunDir) -> None:
-    shutil.rmtree(tested.checkpoints / "step-8")
-    assert notes(tested) == ("step-8, of which the test is, is no longer on disk.",)
-    save(tested.path, 2.0)
-    (note,) = notes(tested)
+def test_a_test_of_weights_that_are_gone_or_others_now_is_said_to_be_one(
+    tested_run: RunDir,
+) -> None:
+    shutil.rmtree(tested_run.checkpoints / "step-8")
+    assert notes(tested_run) == ("step-8, of which the test is, is no longer on disk.",)
+    save(tested_run.path, 2.0)
+    (note,) = notes(tested_run)
     assert note == "The test is of an earlier step-8; another checkpoint has that name now."
 
 
-def test_a_test_of_a_branch_that_was_left_is_said_to_be_one(tested: RunDir) -> None:
-    write_line(tested.path, line_of_start(None))
-    assert "a branch that the run left at step 0" in notes(tested)[0]
+def test_a_test_of_a_branch_that_was_left_is_said_to_be_one(tested_run: RunDir) -> None:
+    write_line(tested_run.path, line_of_start(None))
+    assert "a branch that the run left at step 0" in notes(tested_run)[0]
 
 
-def test_predictions_of_other_weights_are_not_shown(tested: RunDir) -> None:
-    predict(tested.path, 2.0)
-    found = read_final_test(tested)
-    assert found is not None
-    assert found.scatters == ()
-    assert found.notes == ("test/predictions.parquet is not of the test of test/result.json.",)
+def test_predictions_of_other_weights_are_not_shown(tested_run: RunDir) -> None:
+    predict(tested_run.path, 2.0)
+    final_test = read_final_test(tested_run)
+    assert final_test is not None
+    assert final_test.scatters == ()
+    assert final_test.notes == ("test/predictions.parquet is not of the test of test/result.json.",)

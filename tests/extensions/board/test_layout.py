@@ -72,12 +72,12 @@ WRONG = """() => {
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     expect.set_options(timeout=15_000)  # a hundred runs are read
-    with chromium() as found:
-        yield found
+    with chromium() as chromium_browser:
+        yield chromium_browser
     expect.set_options(timeout=5_000)
 
 
-def settled(page: Page, runs: int) -> None:
+def wait_for_view(page: Page, runs: int) -> None:
     """Wait until the runs are listed and the view has answered."""
     expect(page.locator("#runs li")).to_have_count(runs)
     expect(page.locator("#view")).not_to_be_empty()
@@ -91,22 +91,22 @@ def settled(page: Page, runs: int) -> None:
 def test_no_text_is_cut_or_covered(browser: Browser, tmp_path: Path, scene: str) -> None:
     SCENES[scene](tmp_path)
     runs = runs_in(tmp_path)
-    several = ",".join(sorted(run.path.name for run in runs)) if len(runs) > 1 else ""
+    run_names = ",".join(sorted(run.path.name for run in runs)) if len(runs) > 1 else ""
     if scene == "eight":
         note = "The best so far, but its batch is too small to be compared with the others."
         change_labels(runs[:3], lambda _: RunLabels(("baseline", "learning-rate-sweep"), note))
-    found = list[str]()
+    problems = list[str]()
     with serve_dashboard(tmp_path) as address:
         for width, height in (DESK, PHONE):
             how = {"width": width, "height": height, "scheme": "dark" if width < 500 else "light"}
-            with open_dashboard(browser, address, f"runs={several}", **how) as seen:
+            with open_dashboard(browser, address, f"runs={run_names}", **how) as session:
                 for tab in SHOWN[scene]:
                     if tab != "curves":
-                        seen.page.locator(f"#tab-{tab}").click()
-                    settled(seen.page, len(runs))
-                    wrong = seen.page.evaluate(WRONG)
-                    found += [f"{width} {tab}: {each}" for each in wrong]
-    assert found == []
+                        session.page.locator(f"#tab-{tab}").click()
+                    wait_for_view(session.page, len(runs))
+                    wrong = session.page.evaluate(WRONG)
+                    problems += [f"{width} {tab}: {problem}" for problem in wrong]
+    assert problems == []
 
 
 def test_marks_have_names_in_the_colours_of_their_runs(browser: Browser, tmp_path: Path) -> None:
@@ -115,10 +115,10 @@ def test_marks_have_names_in_the_colours_of_their_runs(browser: Browser, tmp_pat
         serve_dashboard(tmp_path) as address,
         open_dashboard(
             browser, address, "runs=demo-aaaaa,demo-bbbbb", width=1400, height=900
-        ) as seen,
+        ) as session,
     ):
-        page = seen.page
-        settled(page, 2)
+        page = session.page
+        wait_for_view(page, 2)
         labels = page.locator(".panel").first.locator(".ic-label")
         names = labels.all_text_contents()
         assert "insert_layers 2→4" in names
@@ -136,13 +136,13 @@ def test_marks_have_names_in_the_colours_of_their_runs(browser: Browser, tmp_pat
 
 def test_a_crashed_run_says_why_wherever_it_is_looked_at(browser: Browser, tmp_path: Path) -> None:
     SCENES["crashed"](tmp_path)
-    with serve_dashboard(tmp_path) as address, open_dashboard(browser, address) as seen:
-        told = seen.page.locator("#failure")
-        expect(told).to_contain_text("OutOfMemoryError on rank 1 at step 150")
-        expect(told.locator("pre")).to_contain_text("logits = self.head(x)")
-        expect(seen.page.locator("#runs .why")).to_contain_text("CUDA out of memory")
-        seen.page.locator("#tab-config").click()
-        expect(told).to_be_visible()
+    with serve_dashboard(tmp_path) as address, open_dashboard(browser, address) as session:
+        failure = session.page.locator("#failure")
+        expect(failure).to_contain_text("OutOfMemoryError on rank 1 at step 150")
+        expect(failure.locator("pre")).to_contain_text("logits = self.head(x)")
+        expect(session.page.locator("#runs .why")).to_contain_text("CUDA out of memory")
+        session.page.locator("#tab-config").click()
+        expect(failure).to_be_visible()
 
 
 def test_runs_are_a_table_with_columns_of_ones_choice(browser: Browser, tmp_path: Path) -> None:
@@ -150,9 +150,11 @@ def test_runs_are_a_table_with_columns_of_ones_choice(browser: Browser, tmp_path
     keys = sorted(run.path.name for run in runs_in(tmp_path))
     with (
         serve_dashboard(tmp_path) as address,
-        open_dashboard(browser, address, f"tab=overview&runs={','.join(keys)}", width=1400) as seen,
+        open_dashboard(
+            browser, address, f"tab=overview&runs={','.join(keys)}", width=1400
+        ) as session,
     ):
-        page = seen.page
+        page = session.page
         table = page.locator("table.runs")
         expect(table.locator("tbody tr")).to_have_count(8)
         heads = table.locator("thead th")
@@ -178,9 +180,9 @@ def test_labels_are_shown_filtered_and_followed(browser: Browser, tmp_path: Path
     runs = {run.path.name: run for run in runs_in(tmp_path)}
     with (
         serve_dashboard(tmp_path) as address,
-        open_dashboard(browser, address, "runs=demo-aaaaa") as seen,
+        open_dashboard(browser, address, "runs=demo-aaaaa") as session,
     ):
-        page = seen.page
+        page = session.page
         expect(page.locator("#runs li")).to_have_count(2)
         change_labels([runs["demo-aaaaa"]], lambda _: RunLabels(("paper",), "<b>the</b> best"))
         expect(page.locator("#note")).to_have_text("paper<b>the</b> best")
@@ -198,15 +200,15 @@ def test_a_bookmark_to_a_run_that_is_gone_says_so(browser: Browser, tmp_path: Pa
     SCENES["one"](tmp_path)
     with (
         serve_dashboard(tmp_path) as address,
-        open_dashboard(browser, address, "runs=demo-zzzzz") as seen,
+        open_dashboard(browser, address, "runs=demo-zzzzz") as session,
     ):
-        view = seen.page.locator("#view")
+        view = session.page.locator("#view")
         expect(view).to_contain_text("demo-zzzzz: not in this folder")
         view.get_by_role("link").click()
-        expect(seen.page.locator("#chosen .name")).to_have_text("demo-aaaaa")
+        expect(session.page.locator("#chosen .name")).to_have_text("demo-aaaaa")
 
 
 def test_an_empty_folder_says_what_to_type(browser: Browser, tmp_path: Path) -> None:
-    with serve_dashboard(tmp_path) as address, open_dashboard(browser, address) as seen:
-        expect(seen.page.locator("#view code").first).to_have_text("instar demo")
-        expect(seen.page.get_by_role("button", name="Copy instar demo")).to_be_visible()
+    with serve_dashboard(tmp_path) as address, open_dashboard(browser, address) as session:
+        expect(session.page.locator("#view code").first).to_have_text("instar demo")
+        expect(session.page.get_by_role("button", name="Copy instar demo")).to_be_visible()

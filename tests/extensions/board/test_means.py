@@ -25,36 +25,38 @@ MEAN = """([runs, metric, axis, weight]) => {
 
 
 @pytest.fixture(scope="module")
-def seen() -> Iterator[Watched]:
-    with chromium() as browser, watch_page(browser) as found:
-        yield found
+def session() -> Iterator[Watched]:
+    with chromium() as browser, watch_page(browser) as chromium_session:
+        yield chromium_session
 
 
 def config(seed: int, lr: float = 0.1) -> str:
     return f"name: rates\nseed: {seed}  # --set\noptimizer:\n  lr: {lr}  # --set\n"
 
 
-def opened(seen: Watched, path: Path, text: str) -> None:
+def show_report(session: Watched, path: Path, text: str) -> None:
     file = path / "page.html"
     file.write_text(text)
-    seen.page.goto(file.as_uri())
-    seen.page.wait_for_selector(".chart canvas")
-    wait_for_frame(seen.page)
+    session.page.goto(file.as_uri())
+    session.page.wait_for_selector(".chart canvas")
+    wait_for_frame(session.page)
 
 
-def on_page(seen: Watched, records: Sequence[RunRecord], points: int, *how: Any) -> Any:
+def on_page(session: Watched, records: Sequence[RunRecord], points: int, *how: Any) -> Any:
     data = [chart_data(record, points, metrics=["loss", "val/loss"]) for record in records]
-    return seen.page.evaluate(MEAN, [data, *how])
+    return session.page.evaluate(MEAN, [data, *how])
 
 
 def on_command_line(records: Sequence[RunRecord], metric: str, axis: str, weight: float) -> Band:
     every = [record.series(metric) for record in records if metric in record]
-    found = band([(each.axis(axis), smooth(each.value, weight)) for each in every])
-    assert found is not None
-    return found
+    mean_band = band([(series.axis(axis), smooth(series.value, weight)) for series in every])
+    assert mean_band is not None
+    return mean_band
 
 
-def test_a_page_draws_the_mean_and_band_of_the_command_line(seen: Watched, tmp_path: Path) -> None:
+def test_a_page_draws_the_mean_and_band_of_the_command_line(
+    session: Watched, tmp_path: Path
+) -> None:
     rng = np.random.default_rng(0)
     records = [
         read_run(
@@ -67,25 +69,25 @@ def test_a_page_draws_the_mean_and_band_of_the_command_line(seen: Watched, tmp_p
         )
         for seed, (last, every, pace) in enumerate([(60, 1, 0.5), (50, 2, 0.7), (70, 1, 0.6)])
     ]
-    opened(seen, tmp_path, report_html(records))
+    show_report(session, tmp_path, report_html(records))
     for metric, axis, weight in (
         ("loss", "step", 0.0),
         ("loss", "wall_s", 0.0),
         ("loss", "tokens", 0.6),
     ):
-        found = on_page(seen, records, 2000, metric, axis, weight)
-        wanted = on_command_line(records, metric, axis, weight)
-        np.testing.assert_allclose(found["xs"], wanted.x, rtol=1e-4)
-        np.testing.assert_allclose(found["mean"], wanted.mean, rtol=1e-4)
-        np.testing.assert_allclose(found["deviation"], wanted.deviation, rtol=1e-3)
-        np.testing.assert_allclose(found["low"], wanted.mean - wanted.deviation, rtol=1e-3)
+        page_band = on_page(session, records, 2000, metric, axis, weight)
+        expected = on_command_line(records, metric, axis, weight)
+        np.testing.assert_allclose(page_band["xs"], expected.x, rtol=1e-4)
+        np.testing.assert_allclose(page_band["mean"], expected.mean, rtol=1e-4)
+        np.testing.assert_allclose(page_band["deviation"], expected.deviation, rtol=1e-3)
+        np.testing.assert_allclose(page_band["low"], expected.mean - expected.deviation, rtol=1e-3)
     # one has no evaluation, the others have none at a place in common
-    assert on_page(seen, records, 2000, "val/loss", "step", 0) == {
+    assert on_page(session, records, 2000, "val/loss", "step", 0) == {
         "count": 2, "xs": [], "mean": [], "deviation": [], "low": [], "high": [],
     }  # fmt: skip
 
 
-def test_extremes_of_thinned_curves_do_not_widen_the_band(seen: Watched, tmp_path: Path) -> None:
+def test_extremes_of_thinned_curves_do_not_widen_the_band(session: Watched, tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     records = [
         read_run(
@@ -95,17 +97,19 @@ def test_extremes_of_thinned_curves_do_not_widen_the_band(seen: Watched, tmp_pat
         )
         for seed, length in enumerate([4000, 4000, 3000])
     ]
-    opened(seen, tmp_path, report_html(records))
-    found = on_page(seen, records, 400, "loss", "step", 0)
-    wanted = on_command_line(records, "loss", "step", 0.0)
-    places = found["xs"][:-1]  # the end of the shortest lies between two places of the others
+    show_report(session, tmp_path, report_html(records))
+    page_band = on_page(session, records, 400, "loss", "step", 0)
+    expected = on_command_line(records, "loss", "step", 0.0)
+    places = page_band["xs"][:-1]  # the end of the shortest lies between two places of the others
     assert np.diff(places).tolist() == [64] * 46
-    at = np.searchsorted(wanted.x, places)
-    np.testing.assert_allclose(found["mean"][:-1], wanted.mean[at], rtol=1e-5)
-    np.testing.assert_allclose(found["deviation"][:-1], wanted.deviation[at], atol=1e-5)
+    at = np.searchsorted(expected.x, places)
+    np.testing.assert_allclose(page_band["mean"][:-1], expected.mean[at], rtol=1e-5)
+    np.testing.assert_allclose(page_band["deviation"][:-1], expected.deviation[at], atol=1e-5)
 
 
-def test_a_report_shows_runs_or_means_with_their_operations(seen: Watched, tmp_path: Path) -> None:
+def test_a_report_shows_runs_or_means_with_their_operations(
+    session: Watched, tmp_path: Path
+) -> None:
     """A matrix of seed and learning rate: a band for each learning rate."""
     records = [
         read_run(
@@ -117,13 +121,13 @@ def test_a_report_shows_runs_or_means_with_their_operations(seen: Watched, tmp_p
         for seed in range(3)
     ]
     lone = read_run(tmp_path / "alone-aaaaa", falling(30), config(1, 0.3))
-    opened(seen, tmp_path, report_html([*records, lone]))
-    page, panel = seen.page, seen.page.locator(".panel").first
+    show_report(session, tmp_path, report_html([*records, lone]))
+    page, panel = session.page, session.page.locator(".panel").first
     keys, switch = panel.locator(".ic-key"), page.get_by_label("Draw")
     expect(switch).to_have_value("")
     expect(keys).to_have_count(7 * 2)
-    marked = panel.locator(".ic-mark.ic-operation").count()
-    alone = page.evaluate("document.querySelector('canvas').toDataURL()")
+    mark_count = panel.locator(".ic-mark.ic-operation").count()
+    runs_picture = page.evaluate("document.querySelector('canvas').toDataURL()")
     switch.select_option("mean and band")
     wait_for_frame(page)
     losses = [text for text in keys.all_inner_texts() if not text.endswith("val/loss")]
@@ -133,8 +137,8 @@ def test_a_report_shows_runs_or_means_with_their_operations(seen: Watched, tmp_p
         "alone lr=0.3 loss",
     ]
     means = page.evaluate("document.querySelector('canvas').toDataURL()")
-    assert means != alone
-    assert panel.locator(".ic-mark.ic-operation").count() == marked > 0
+    assert means != runs_picture
+    assert panel.locator(".ic-mark.ic-operation").count() == mark_count > 0
     page.get_by_label("Over", exact=True).select_option("tokens")
     wait_for_frame(page)
     panel.locator(".u-over").hover()
@@ -148,11 +152,11 @@ def test_a_report_shows_runs_or_means_with_their_operations(seen: Watched, tmp_p
     switch.select_option("runs")
     page.get_by_label("Over", exact=True).select_option("step")
     wait_for_frame(page)
-    assert page.evaluate("document.querySelector('canvas').toDataURL()") == alone
-    assert seen.errors == []
+    assert page.evaluate("document.querySelector('canvas').toDataURL()") == runs_picture
+    assert session.errors == []
 
 
-def test_without_seeds_there_is_nothing_to_switch(seen: Watched, tmp_path: Path) -> None:
+def test_without_seeds_there_is_nothing_to_switch(session: Watched, tmp_path: Path) -> None:
     records = [read_run(tmp_path / f"r{lr}", falling(10), config(1, lr)) for lr in (0.1, 0.2)]
-    opened(seen, tmp_path, report_html(records))
-    expect(seen.page.get_by_label("Draw")).to_be_hidden()
+    show_report(session, tmp_path, report_html(records))
+    expect(session.page.get_by_label("Draw")).to_be_hidden()

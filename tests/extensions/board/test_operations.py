@@ -32,10 +32,10 @@ SCHEDULE = "schedule: [{name: change_lr, value: 0.5, when: {at_step: 900}}]\n"
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[RunDir]:
     """A run that this process holds as if it trained there."""
-    made = make_run(tmp_path / "runs", "live-lllll", steps=3)
-    made.config.write_text(CONFIG + SCHEDULE)
-    with hold(made):
-        yield made
+    run_dir = make_run(tmp_path / "runs", "live-lllll", steps=3)
+    run_dir.config.write_text(CONFIG + SCHEDULE)
+    with hold(run_dir):
+        yield run_dir
 
 
 @pytest.fixture
@@ -44,28 +44,28 @@ def site(run: RunDir) -> Iterator[httpx.Client]:
         yield client
 
 
-def posted(run: RunDir) -> dict[str, Any]:
+def requests_of(run: RunDir) -> dict[str, Any]:
     """The requests in a run's folder, by name."""
     files = run.control.glob("*.*") if run.control.exists() else ()
     return {file.name: json.loads(file.read_text()) for file in files}
 
 
 def test_an_operation_is_checked_asked_for_and_given_up(site: httpx.Client, run: RunDir) -> None:
-    typed = {"text": "widen_mlp=x2 moments=reset"}
-    assert site.post(f"{URL}/check", json=typed).json() == {"refusal": ""}
-    assert posted(run) == {}
-    asked = site.post(f"{URL}/apply", json=typed).json()["id"]
-    given_up = site.post(f"{URL}/cancel", json={"id": asked}).json()["id"]
+    body = {"text": "widen_mlp=x2 moments=reset"}
+    assert site.post(f"{URL}/check", json=body).json() == {"refusal": ""}
+    assert requests_of(run) == {}
+    request_id = site.post(f"{URL}/apply", json=body).json()["id"]
+    given_up = site.post(f"{URL}/cancel", json={"id": request_id}).json()["id"]
     entry = site.post(f"{URL}/cancel", json={"entry": 0}).json()["id"]
-    assert posted(run) == {
-        f"{asked}.apply": {"name": "widen_mlp", "value": "x2", "moments": "reset"},
-        f"{given_up}.cancel": {"id": asked},
+    assert requests_of(run) == {
+        f"{request_id}.apply": {"name": "widen_mlp", "value": "x2", "moments": "reset"},
+        f"{given_up}.cancel": {"id": request_id},
         f"{entry}.cancel": {"entry": 0},
     }
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
         ("chnge_lr=0.5", "change_lr"),
         ("change_lr=fast", "change_lr"),
@@ -76,16 +76,16 @@ def test_an_operation_is_checked_asked_for_and_given_up(site: httpx.Client, run:
     ],
 )
 def test_what_no_run_could_carry_out_is_told_and_not_posted(
-    site: httpx.Client, run: RunDir, text: str, told: str
+    site: httpx.Client, run: RunDir, text: str, expected: str
 ) -> None:
     body, headers = json.dumps({"text": text}), {"Content-Type": "application/json"}
-    checked = site.post(f"{URL}/check", content=body, headers=headers)
-    applied = site.post(f"{URL}/apply", content=body, headers=headers)
-    assert applied.status_code == 422
-    refusal = checked.json().get("refusal") or checked.json()["error"]
-    assert refusal == applied.json()["error"]
-    assert told in refusal
-    assert posted(run) == {}
+    check_response = site.post(f"{URL}/check", content=body, headers=headers)
+    apply_response = site.post(f"{URL}/apply", content=body, headers=headers)
+    assert apply_response.status_code == 422
+    refusal = check_response.json().get("refusal") or check_response.json()["error"]
+    assert refusal == apply_response.json()["error"]
+    assert expected in refusal
+    assert requests_of(run) == {}
 
 
 GOOD = b'{"text": "change_lr=0.5"}'
@@ -95,12 +95,12 @@ GOOD = b'{"text": "change_lr=0.5"}'
     ("headers", "body", "status"),
     [
         ({}, GOOD, 200),
-        ({"Origin": "http://{own}", "Sec-Fetch-Site": "same-origin"}, GOOD, 200),
+        ({"Origin": "http://{authority}", "Sec-Fetch-Site": "same-origin"}, GOOD, 200),
         ({"Authorization": ""}, GOOD, 401),
         ({"Origin": "http://127.0.0.1:1"}, GOOD, 403),
         ({"Origin": "null"}, GOOD, 403),
         ({"Sec-Fetch-Site": "same-site"}, GOOD, 403),
-        ({"Origin": "http://{own}", "Sec-Fetch-Site": "cross-site"}, GOOD, 403),
+        ({"Origin": "http://{authority}", "Sec-Fetch-Site": "cross-site"}, GOOD, 403),
         ({"Content-Type": "text/plain"}, GOOD, 415),
         ({}, b'{"text": "change_lr=0.5", "more": ' + b"[" * 9000 + b"]" * 9000 + b"}", 413),
         ({}, b'{"text": "change_lr=0.5", "more": ' + b"[" * 4000 + b"]" * 4000 + b"}", 422),
@@ -114,13 +114,15 @@ GOOD = b'{"text": "change_lr=0.5"}'
 def test_who_may_ask_and_how(
     site: httpx.Client, run: RunDir, headers: dict[str, str], body: bytes, status: int
 ) -> None:
-    own = f"{site.base_url.host}:{site.base_url.port}"
-    sent = {"Content-Type": "application/json"}
-    sent |= {name: value.replace("{own}", own) for name, value in headers.items()}
-    assert site.post(f"{URL}/apply", content=body, headers=sent).status_code == status
+    authority = f"{site.base_url.host}:{site.base_url.port}"
+    request_headers = {"Content-Type": "application/json"}
+    request_headers |= {
+        name: value.replace("{authority}", authority) for name, value in headers.items()
+    }
+    assert site.post(f"{URL}/apply", content=body, headers=request_headers).status_code == status
     chunks = iter([body[:10], body[10:]])  # without a length beforehand
-    assert site.post(f"{URL}/apply", content=chunks, headers=sent).status_code == status
-    assert len(posted(run)) == 2 * (status == 200)
+    assert site.post(f"{URL}/apply", content=chunks, headers=request_headers).status_code == status
+    assert len(requests_of(run)) == 2 * (status == 200)
 
 
 def test_a_cookie_does_not_serve_another_port_of_this_host(run: RunDir) -> None:
@@ -129,8 +131,10 @@ def test_a_cookie_does_not_serve_another_port_of_this_host(run: RunDir) -> None:
         client.get(address)
         url = address.partition("?")[0].rstrip("/") + URL
         other = {"Origin": "http://127.0.0.1:1", "Sec-Fetch-Site": "same-site"}
-        asked = [client.post(f"{url}/apply", json=json.loads(GOOD), headers=h) for h in (other, {})]
-        assert [answer.status_code for answer in asked] == [403, 200]
+        responses = [
+            client.post(f"{url}/apply", json=json.loads(GOOD), headers=h) for h in (other, {})
+        ]
+        assert [answer.status_code for answer in responses] == [403, 200]
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(
@@ -145,24 +149,24 @@ def test_a_body_that_does_not_come_is_not_waited_for(
 
     headers = {"Content-Type": "application/json"}
     assert site.post(f"{URL}/apply", content=halves(), headers=headers).status_code == 408
-    assert posted(run) == {}
+    assert requests_of(run) == {}
 
 
 @pytest.mark.parametrize("content", ["{}", '{"id": "a", "entry": 0}', '{"entry": "0"}', "[0]"])
 def test_what_is_given_up_is_named(site: httpx.Client, run: RunDir, content: str) -> None:
     headers = {"Content-Type": "application/json"}
     assert site.post(f"{URL}/cancel", content=content, headers=headers).status_code == 422
-    assert posted(run) == {}
+    assert requests_of(run) == {}
 
 
 def test_a_run_that_does_not_run_is_not_asked(run: RunDir) -> None:
-    ended = make_run(run.path.parent, "ended-eeeee", steps=3)
+    finished_run = make_run(run.path.parent, "ended-eeeee", steps=3)
     with serve_dashboard(run.path.parent, read_only=False) as address, asking(address) as site:
-        url = f"/api/runs/{ended.path.name}"
+        url = f"/api/runs/{finished_run.path.name}"
         assert site.post(f"{url}/apply", json=json.loads(GOOD)).status_code == 409
         assert site.get(f"{url}/waiting").json()["refusal"] == "the run is not running"
         assert site.post("/api/runs/nothing/apply", json=json.loads(GOOD)).status_code == 404
-    assert posted(ended) == {}
+    assert requests_of(finished_run) == {}
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root gives files away")
@@ -173,26 +177,26 @@ def test_another_users_run_is_not_asked(site: httpx.Client, run: RunDir) -> None
         assert answer.status_code == 403
         assert "the run belongs to user 12345" in answer.json()["error"]
     assert "12345" in site.get(f"{URL}/waiting").json()["refusal"]
-    assert posted(run) == {}
+    assert requests_of(run) == {}
 
 
 def test_a_folder_of_requests_that_is_a_link_is_not_written_to(
     site: httpx.Client, run: RunDir, tmp_path: Path
 ) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "waiting.json").write_text('{"asked": [{"name": "secret", "when": ""}]}')
-    run.control.symlink_to(elsewhere)
+    other_folder = tmp_path / "elsewhere"
+    other_folder.mkdir()
+    (other_folder / "waiting.json").write_text('{"asked": [{"name": "secret", "when": ""}]}')
+    run.control.symlink_to(other_folder)
     assert site.post(f"{URL}/apply", json=json.loads(GOOD)).status_code == 422
     assert "secret" not in site.get(f"{URL}/waiting").text
-    assert len(list(elsewhere.iterdir())) == 1
+    assert len(list(other_folder.iterdir())) == 1
 
 
 def test_a_read_only_dashboard_asks_for_nothing(run: RunDir) -> None:
     with serve_dashboard(run.path.parent) as address, asking(address) as site:
         assert site.post(f"{URL}/apply", json=json.loads(GOOD)).status_code == 404
         assert site.get(f"{URL}/waiting").json()["refusal"] == "this dashboard is read-only"
-    assert posted(run) == {}
+    assert requests_of(run) == {}
 
 
 @pytest.mark.parametrize(
@@ -208,16 +212,16 @@ def test_a_read_only_dashboard_asks_for_nothing(run: RunDir) -> None:
 def test_only_this_machine_may_ask_unless_told_otherwise(
     options: list[str], read_only: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken: list[bool] = []
+    read_only_flags: list[bool] = []
 
     def serve(_: Path, address: server.Address, __: object, *, read_only: bool) -> None:
         os.close(address.descriptor)
-        taken.append(read_only)
+        read_only_flags.append(read_only)
 
     monkeypatch.setattr(server, "serve_dashboard", serve)
     result = CliRunner().invoke(dashboard, [str(tmp_path), "--port", "0", *options])
     assert result.exit_code == 0
-    assert taken == [read_only]
+    assert read_only_flags == [read_only]
     assert ("read-only" in result.stderr) is read_only
 
 
@@ -227,14 +231,14 @@ ROW = {"name": "change_lr", "value": 0.5, "when": "at step 900", "options": {}}
 def test_what_waits_is_listed(site: httpx.Client, run: RunDir) -> None:
     assert site.get(f"{URL}/waiting").json() == {"refusal": "", "rows": [], "left_out": 0}
     run.control.mkdir()
-    asked = {
+    request_row = {
         **ROW,
         "id": "3f0c00000000",
         "by": "ann",
         "since_step": 3,
         "options": {"where": "even"},
     }
-    waiting = {"schedule": [{**ROW, "entry": n} for n in range(103)], "asked": [asked]}
+    waiting = {"schedule": [{**ROW, "entry": n} for n in range(103)], "asked": [request_row]}
     (run.control / "waiting.json").write_text(json.dumps(waiting))
     answer = site.get(f"{URL}/waiting").json()
     assert answer["rows"][:2] == [
@@ -301,20 +305,23 @@ def test_a_running_run_is_asked_in_a_browser(tmp_path: Path) -> None:
     with (
         chromium() as browser,
         serve_dashboard(run_dir.parent, read_only=False) as address,
-        open_dashboard(browser, address, "tab=stages") as seen,
+        open_dashboard(browser, address, "tab=stages") as session,
     ):
-        page = seen.page
+        page = session.page
         panel = page.get_by_role("region", name="Live operations")
-        typed, status = panel.get_by_label("Operation", exact=True), panel.get_by_role("status")
-        typed.fill("chnge_lr=0.5")
+        operation_field, status = (
+            panel.get_by_label("Operation", exact=True),
+            panel.get_by_role("status"),
+        )
+        operation_field.fill("chnge_lr=0.5")
         panel.get_by_role("button", name="Check").click()
         expect(status).to_contain_text("change_lr")
         assert not list((run_dir / "control").glob("*.apply"))
-        typed.fill("change_lr=0.5")
+        operation_field.fill("change_lr=0.5")
         panel.get_by_role("button", name="Apply").click()
         expect(status).to_contain_text("the run takes it in")
         expect(page.get_by_role("table", name="Operations")).to_contain_text("asked for by")
-        typed.fill("change_lr=0.25 when={at_step: 900000}")
+        operation_field.fill("change_lr=0.25 when={at_step: 900000}")
         panel.get_by_role("button", name="Apply").click()
         waiting = panel.get_by_role("listitem")
         expect(waiting).to_contain_text("change_lr 0.25")

@@ -26,8 +26,8 @@ HOSTILE = "<img src=x onerror=document.title='owned'>&amp;-hhhhh"
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with chromium() as found:
-        yield found
+    with chromium() as chromium_browser:
+        yield chromium_browser
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +40,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(folder: Path) -> Iterator[str]:
-    with serve_dashboard(folder) as found:
-        yield found
+    with serve_dashboard(folder) as url:
+        yield url
 
 
 def test_the_latest_run_is_shown_with_its_losses(browser: Browser, address: str) -> None:
-    with open_dashboard(browser, address) as seen:
-        page = seen.page
+    with open_dashboard(browser, address) as session:
+        page = session.page
         expect(page.locator("#chosen .name")).to_have_text("grow-aaaaa")
         expect_points(page, "loss", 40)
         expect_points(page, "val/loss", 4)
@@ -60,15 +60,15 @@ def test_a_run_that_nothing_was_trained_in_is_stopped_and_not_what_is_shown_firs
 ) -> None:
     """As that of an imported model."""
     make_run(tmp_path, "grow-aaaaa", steps=20)
-    imported = RunDir(tmp_path / "imported")
-    imported.path.mkdir()
-    imported.config.write_text("name: imported\n")
-    imported.await_start()
-    with serve_dashboard(tmp_path) as address, open_dashboard(browser, address) as seen:
-        expect(seen.page.locator("#chosen .name")).to_have_text("grow-aaaaa")
-        seen.page.locator("#runs").get_by_text("imported").first.click()
-        expect(seen.page.locator("#chosen .name")).to_have_text("imported")
-        expect(seen.page.locator("#chosen")).to_contain_text("nothing trained in it yet")
+    imported_run = RunDir(tmp_path / "imported")
+    imported_run.path.mkdir()
+    imported_run.config.write_text("name: imported\n")
+    imported_run.await_start()
+    with serve_dashboard(tmp_path) as address, open_dashboard(browser, address) as session:
+        expect(session.page.locator("#chosen .name")).to_have_text("grow-aaaaa")
+        session.page.locator("#runs").get_by_text("imported").first.click()
+        expect(session.page.locator("#chosen .name")).to_have_text("imported")
+        expect(session.page.locator("#chosen")).to_contain_text("nothing trained in it yet")
 
 
 def test_a_point_that_is_recorded_is_drawn_and_nothing_is_asked_for_again(
@@ -77,13 +77,13 @@ def test_a_point_that_is_recorded_is_drawn_and_nothing_is_asked_for_again(
     run = make_run(tmp_path, "live-lllll")
     with (
         serve_dashboard(tmp_path) as address,
-        open_dashboard(browser, address) as seen,
+        open_dashboard(browser, address) as session,
         Recorder(run.events) as record,
     ):
-        page = seen.page
+        page = session.page
         expect_points(page, "loss", 40)
         expect(page.locator("#figures")).to_contain_text("1k")
-        asked, before = len(seen.requests), picture(page, "loss")
+        request_count, before = len(session.requests), picture(page, "loss")
         for step in range(41, 61):
             record.write(train(step, 3.0))
         record.write(Eval(step=60, split="val", loss=3.1))
@@ -94,25 +94,25 @@ def test_a_point_that_is_recorded_is_drawn_and_nothing_is_asked_for_again(
         wait_for_frame(page)
         assert picture(page, "loss") != before
         expect(page.locator("#runs .facts")).to_contain_text("step 60")
-        assert len(seen.requests) == asked
+        assert len(session.requests) == request_count
 
 
 def test_a_resume_masks_what_it_supersedes(browser: Browser, tmp_path: Path) -> None:
     run = make_run(tmp_path, "again-aaaaa", steps=20)
     with (
         serve_dashboard(tmp_path) as address,
-        open_dashboard(browser, address) as seen,
+        open_dashboard(browser, address) as session,
         Recorder(run.events) as record,
     ):
-        expect_points(seen.page, "loss", 20)
+        expect_points(session.page, "loss", 20)
         record.write(start_event(10, "step-10"))
-        expect_points(seen.page, "loss", 10)
+        expect_points(session.page, "loss", 10)
         for step in (11, 12, 13):
             record.write(train(step, 2.0))
-        expect_points(seen.page, "loss", 13)
-        expect(seen.page.locator(".ic-mark.ic-resume").first).to_be_attached()
-        seen.page.reload()
-        expect_points(seen.page, "loss", 13)
+        expect_points(session.page, "loss", 13)
+        expect(session.page.locator(".ic-mark.ic-resume").first).to_be_attached()
+        session.page.reload()
+        expect_points(session.page, "loss", 13)
 
 
 def test_a_resume_from_another_branch_has_the_curves_read_anew_once(
@@ -125,31 +125,33 @@ def test_a_resume_from_another_branch_has_the_curves_read_anew_once(
         record.write(train(11, 2.0))
     with (
         serve_dashboard(tmp_path) as address,
-        open_dashboard(browser, address) as seen,
+        open_dashboard(browser, address) as session,
         Recorder(run.events) as record,
     ):
-        expect_points(seen.page, "loss", 11)
+        expect_points(session.page, "loss", 11)
         record.write(train(12, 2.0))
-        expect_points(seen.page, "loss", 12)
-        asked = sum("metric=loss" in url and "curves" in url for url in seen.urls())
+        expect_points(session.page, "loss", 12)
+        curve_requests = sum("metric=loss" in url and "curves" in url for url in session.urls())
         record.write(start_event(20, "step-20"))
-        expect_points(seen.page, "loss", 20)
+        expect_points(session.page, "loss", 20)
         record.write(train(21, 1.0))
-        expect_points(seen.page, "loss", 21)
-        again = sum("metric=loss" in url and "curves" in url for url in seen.urls())
-        assert again == asked + 1
-        expect(seen.page.locator(".ic-mark.ic-resume").first).to_be_attached()
-        wait_for_frame(seen.page)
-        live = picture(seen.page, "loss")
-        seen.page.reload()
-        expect_points(seen.page, "loss", 21)
-        wait_for_frame(seen.page)
-        assert picture(seen.page, "loss") == live
+        expect_points(session.page, "loss", 21)
+        later_curve_requests = sum(
+            "metric=loss" in url and "curves" in url for url in session.urls()
+        )
+        assert later_curve_requests == curve_requests + 1
+        expect(session.page.locator(".ic-mark.ic-resume").first).to_be_attached()
+        wait_for_frame(session.page)
+        live = picture(session.page, "loss")
+        session.page.reload()
+        expect_points(session.page, "loss", 21)
+        wait_for_frame(session.page)
+        assert picture(session.page, "loss") == live
 
 
 def test_runs_are_found_by_words_and_states(browser: Browser, address: str) -> None:
-    with open_dashboard(browser, address) as seen:
-        page = seen.page
+    with open_dashboard(browser, address) as session:
+        page = session.page
         expect(page.locator("#runs li")).to_have_count(2)
         page.keyboard.press("/")
         page.keyboard.type("SMALL bbb")
@@ -168,8 +170,8 @@ def test_runs_are_found_by_words_and_states(browser: Browser, address: str) -> N
 def test_runs_are_laid_over_each_other_and_keep_their_colours(
     browser: Browser, address: str
 ) -> None:
-    with open_dashboard(browser, address, "runs=grow-aaaaa") as seen:
-        page = seen.page
+    with open_dashboard(browser, address, "runs=grow-aaaaa") as session:
+        page = session.page
         expect_points(page, "loss", 40)
         page.get_by_label("Show small-bbbbb").check()
         expect_points(page, "loss", 60)
@@ -189,8 +191,8 @@ def test_runs_are_laid_over_each_other_and_keep_their_colours(
 
 
 def test_what_is_chosen_is_kept_in_the_address(browser: Browser, address: str) -> None:
-    with open_dashboard(browser, address) as seen:
-        page = seen.page
+    with open_dashboard(browser, address) as session:
+        page = session.page
         page.get_by_label("Show small-bbbbb").check()
         page.get_by_label("Over", exact=True).select_option("tokens")
         page.get_by_label("Log", exact=True).check()
@@ -213,27 +215,29 @@ def test_what_is_chosen_is_kept_in_the_address(browser: Browser, address: str) -
 def test_a_metric_of_which_nothing_is_known_is_no_error(browser: Browser, address: str) -> None:
     with open_dashboard(
         browser, address, "metrics=loss,a%252Cb,nothing&runs=grow-aaaaa,gone"
-    ) as seen:
-        expect_points(seen.page, "loss", 40)
-        expect(seen.page.locator(f"{PANEL.format('nothing')} .none")).to_have_text("not measured")
-        expect(seen.page.locator(".panel")).to_have_count(3)
+    ) as session:
+        expect_points(session.page, "loss", 40)
+        expect(session.page.locator(f"{PANEL.format('nothing')} .none")).to_have_text(
+            "not measured"
+        )
+        expect(session.page.locator(".panel")).to_have_count(3)
 
 
 def test_an_operation_is_explained_where_the_pointer_is(browser: Browser, address: str) -> None:
-    with open_dashboard(browser, address, "runs=grow-aaaaa") as seen:
-        mark = seen.page.locator(f"{PANEL.format('loss')} .ic-mark.ic-operation")
+    with open_dashboard(browser, address, "runs=grow-aaaaa") as session:
+        mark = session.page.locator(f"{PANEL.format('loss')} .ic-mark.ic-operation")
         mark.hover()
-        tip = seen.page.locator(f"{PANEL.format('loss')} .ic-tip")
+        tip = session.page.locator(f"{PANEL.format('loss')} .ic-tip")
         expect(tip).to_contain_text("widen_mlp 16→32")
         expect(tip).to_contain_text("val 1.13 < 1.20")
         expect(tip).to_contain_text("exact")
-        seen.page.get_by_label("Operations").uncheck()
+        session.page.get_by_label("Operations").uncheck()
         expect(mark).to_have_count(0)
 
 
 def test_the_views_tell_of_one_run(browser: Browser, address: str) -> None:
-    with open_dashboard(browser, address, "runs=grow-aaaaa,small-bbbbb") as seen:
-        page = seen.page
+    with open_dashboard(browser, address, "runs=grow-aaaaa,small-bbbbb") as session:
+        page = session.page
         page.get_by_role("tab", name="Stages").click()
         expect(page.locator("td.changed")).to_have_text("32")
         expect(page.get_by_role("table", name="Stages")).to_contain_text("widen_mlp 16→32")
@@ -259,15 +263,15 @@ def test_the_views_tell_of_one_run(browser: Browser, address: str) -> None:
 
 
 def test_a_log_is_followed(browser: Browser, address: str, folder: Path) -> None:
-    with open_dashboard(browser, address, "runs=small-bbbbb&tab=logs") as seen:
-        lines = seen.page.locator(".log div")
+    with open_dashboard(browser, address, "runs=small-bbbbb&tab=logs") as session:
+        lines = session.page.locator(".log div")
         expect(lines).to_have_count(1)
         with RunDir(folder / "small-bbbbb").log(0).open("a") as log:
             log.write("[RANK 0] 2026-01-01 00:00:01 ERROR: <b>bad</b>\n")
         expect(lines).to_have_count(2)
         expect(lines.last).to_have_text("[RANK 0] 2026-01-01 00:00:01 ERROR: <b>bad</b>")
         expect(lines.last).to_have_class("error")
-        seen.page.get_by_label("Only lines with").fill("of 1 on")
+        session.page.get_by_label("Only lines with").fill("of 1 on")
         expect(lines.filter(visible=True)).to_have_count(1)
 
 
@@ -275,9 +279,9 @@ def test_runs_appear_change_and_go(browser: Browser, tmp_path: Path) -> None:
     folder = tmp_path / "none yet"
     with (
         serve_dashboard(folder) as address,
-        open_dashboard(browser, address) as seen,
+        open_dashboard(browser, address) as session,
     ):
-        page = seen.page
+        page = session.page
         expect(page.locator("#view")).to_contain_text("No run yet")
         run = make_run(folder, "first-fffff", steps=5)
         expect_points(page, "loss", 5)
@@ -293,8 +297,8 @@ def test_runs_appear_change_and_go(browser: Browser, tmp_path: Path) -> None:
 
 def test_the_state_follows_the_process_that_trains(browser: Browser, tmp_path: Path) -> None:
     run = make_run(tmp_path, "held-hhhhh", steps=5)
-    with serve_dashboard(tmp_path) as address, open_dashboard(browser, address) as seen:
-        badge = seen.page.locator("#runs .badge")
+    with serve_dashboard(tmp_path) as address, open_dashboard(browser, address) as session:
+        badge = session.page.locator("#runs .badge")
         expect(badge).to_have_text("crashed")
         with hold(run), Recorder(run.events) as record:
             record.write(train(6, 1.0))
@@ -304,23 +308,23 @@ def test_the_state_follows_the_process_that_trains(browser: Browser, tmp_path: P
 
 def test_a_lost_connection_is_told_and_taken_up_again(browser: Browser, tmp_path: Path) -> None:
     run = make_run(tmp_path, "lost-lllll", steps=10)
-    with opened_twice(browser, tmp_path) as (seen, kill, start), Recorder(run.events) as record:
-        page = seen.page
+    with opened_twice(browser, tmp_path) as (session, kill, start), Recorder(run.events) as record:
+        page = session.page
         expect_points(page, "loss", 10)
         kill()
         expect(page.locator("#link")).to_have_text("no connection")
         expect(page.get_by_role("alert")).to_be_visible()
         for step in range(11, 31):
             record.write(train(step, 1.0))
-        asked = len([url for url in seen.urls() if "/api/curves" in url])
+        curve_requests = len([url for url in session.urls() if "/api/curves" in url])
         start()
         expect(page.locator("#link")).to_have_text("live")
         expect(page.get_by_role("alert")).to_be_hidden()
         expect_points(page, "loss", 30)
         record.write(train(31, 1.0))
         expect_points(page, "loss", 31)
-        assert len([url for url in seen.urls() if "/api/curves" in url]) == asked
-        assert all("ERR_" in error for error in seen.errors)
+        assert len([url for url in session.urls() if "/api/curves" in url]) == curve_requests
+        assert all("ERR_" in error for error in session.errors)
 
 
 @contextmanager
@@ -338,8 +342,8 @@ def opened_twice(browser: Browser, folder: Path) -> Iterator[tuple]:
         def start() -> None:
             stack.enter_context(dashboard(folder, "--port", port, *token))
 
-        with open_dashboard(browser, address, errors=True) as seen:
-            yield seen, kill, start
+        with open_dashboard(browser, address, errors=True) as session:
+            yield session, kill, start
 
 
 def test_hostile_names_are_only_ever_text(browser: Browser, tmp_path: Path) -> None:
@@ -353,9 +357,9 @@ def test_hostile_names_are_only_ever_text(browser: Browser, tmp_path: Path) -> N
     run.config.write_text(markup)
     with (
         serve_dashboard(tmp_path) as address,
-        open_dashboard(browser, address) as seen,
+        open_dashboard(browser, address) as session,
     ):
-        page = seen.page
+        page = session.page
         expect(page.locator("#chosen .name")).to_have_text(name)
         expect_points(page, "loss", 6)
         page.get_by_label("Add a metric").select_option(f"<b>{markup}")
@@ -379,11 +383,11 @@ def test_broken_records_are_listed_with_their_reason(browser: Browser, tmp_path:
     hash_ = "runs=good-ggggg,bad-bbbbb,empty-eeeee"
     with (
         serve_dashboard(tmp_path) as address,
-        open_dashboard(browser, address, hash_) as seen,
+        open_dashboard(browser, address, hash_) as session,
     ):
-        expect(seen.page.locator("#runs li")).to_have_count(3)
-        expect_points(seen.page, "loss", 5)
-        bad = seen.page.locator("#runs li[data-key='bad-bbbbb']")
+        expect(session.page.locator("#runs li")).to_have_count(3)
+        expect_points(session.page, "loss", 5)
+        bad = session.page.locator("#runs li[data-key='bad-bbbbb']")
         expect(bad.locator(".badge")).to_have_text("unreadable")
         expect(bad.locator(".facts")).to_contain_text("not the record of a run")
 
@@ -392,8 +396,8 @@ def test_broken_records_are_listed_with_their_reason(browser: Browser, tmp_path:
 def test_the_page_is_light_or_dark_as_the_machine_or_its_user_is(
     browser: Browser, address: str, scheme: str
 ) -> None:
-    with open_dashboard(browser, address, scheme=scheme) as seen:
-        page = seen.page
+    with open_dashboard(browser, address, scheme=scheme) as session:
+        page = session.page
 
         def lightness() -> float:
             rgb = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g)")
@@ -410,8 +414,8 @@ def test_the_page_is_light_or_dark_as_the_machine_or_its_user_is(
 
 
 def test_a_phone_has_room_for_it(browser: Browser, address: str) -> None:
-    with open_dashboard(browser, address, width=375, height=667) as seen:
-        page = seen.page
+    with open_dashboard(browser, address, width=375, height=667) as session:
+        page = session.page
         expect_points(page, "loss", 40)
         expect(page.locator("#side")).to_be_hidden()
         for tab in (*VIEWS, "Curves"):
@@ -425,8 +429,8 @@ def test_a_phone_has_room_for_it(browser: Browser, address: str) -> None:
 
 
 def test_the_list_is_walked_by_keyboard(browser: Browser, address: str) -> None:
-    with open_dashboard(browser, address) as seen:
-        page = seen.page
+    with open_dashboard(browser, address) as session:
+        page = session.page
         page.select_option("#sort", "name")
         page.locator("#runs button.run").first.focus()
         page.keyboard.press("ArrowDown")
@@ -439,11 +443,11 @@ def test_the_list_is_walked_by_keyboard(browser: Browser, address: str) -> None:
 
 
 def test_everything_that_is_used_has_a_name(browser: Browser, address: str) -> None:
-    with open_dashboard(browser, address) as seen:
+    with open_dashboard(browser, address) as session:
         for tab in (*VIEWS, "Curves"):
-            seen.page.get_by_role("tab", name=tab).click()
-            expect(seen.page.locator("#view")).not_to_be_empty()
-            nameless = seen.page.evaluate(
+            session.page.get_by_role("tab", name=tab).click()
+            expect(session.page.locator("#view")).not_to_be_empty()
+            nameless = session.page.evaluate(
                 """[...document.querySelectorAll('button, input, select')].filter((e) =>
                   !(e.getAttribute('aria-label') || e.textContent.trim() || e.labels?.length))
                   .map((e) => e.outerHTML)"""
@@ -452,22 +456,22 @@ def test_everything_that_is_used_has_a_name(browser: Browser, address: str) -> N
 
 
 def test_everything_is_reached_by_tab_and_seen_where_it_is(browser: Browser, address: str) -> None:
-    with open_dashboard(browser, address, "runs=grow-aaaaa") as seen:
-        expect_points(seen.page, "loss", 40)
-        expect(seen.page.locator(".ic-mark").first).to_be_attached()
-        assert tab_through(seen.page) == []
+    with open_dashboard(browser, address, "runs=grow-aaaaa") as session:
+        expect_points(session.page, "loss", 40)
+        expect(session.page.locator(".ic-mark").first).to_be_attached()
+        assert tab_through(session.page) == []
 
 
 def test_nothing_moves_when_points_arrive(browser: Browser, tmp_path: Path) -> None:
     run = make_run(tmp_path, "still-sssss", steps=5)
     with (
         serve_dashboard(tmp_path) as address,
-        open_dashboard(browser, address) as seen,
+        open_dashboard(browser, address) as session,
         Recorder(run.events) as record,
     ):
-        expect_points(seen.page, "loss", 5)
-        wait_for_frame(seen.page)
-        seen.page.evaluate(
+        expect_points(session.page, "loss", 5)
+        wait_for_frame(session.page)
+        session.page.evaluate(
             """() => {
               window.moved = [];
               new PerformanceObserver((list) => window.moved.push(...list.getEntries().map(
@@ -479,38 +483,38 @@ def test_nothing_moves_when_points_arrive(browser: Browser, tmp_path: Path) -> N
             record.write(train(step, 9e3 / step))
         record.write(Eval(step=40, split="val", loss=5e4))
         record.write(Alert(step=40, name="divergence", message="loss is 9"))
-        expect_points(seen.page, "loss", 40)
-        expect_points(seen.page, "val/loss", 1)
-        expect(seen.page.locator(".ic-mark.ic-alert").first).to_be_attached()
-        expect(seen.page.locator("#runs .facts")).to_contain_text("step 40")
-        wait_for_frame(seen.page)
-        assert seen.page.evaluate("window.moved") == []
+        expect_points(session.page, "loss", 40)
+        expect_points(session.page, "val/loss", 1)
+        expect(session.page.locator(".ic-mark.ic-alert").first).to_be_attached()
+        expect(session.page.locator("#runs .facts")).to_contain_text("step 40")
+        wait_for_frame(session.page)
+        assert session.page.evaluate("window.moved") == []
 
 
 def test_the_page_loads_every_script_and_style_sheet_that_there_is() -> None:
     web = files("instar.extensions.board")
     page = (web / "page" / "index.html").read_text()
-    loaded = re.findall(r'(?:src|href)="/page/([^"]*)"', page)
-    there = [file.name for folder in PLACES for file in (web / folder).iterdir()]
-    wanted = {name for name in there if name.endswith((".js", ".css"))} - {"enter.js"}
-    assert len(loaded) == len(set(loaded))
-    assert set(loaded) == wanted
+    references = re.findall(r'(?:src|href)="/page/([^"]*)"', page)
+    file_names = [file.name for folder in PLACES for file in (web / folder).iterdir()]
+    expected = {name for name in file_names if name.endswith((".js", ".css"))} - {"enter.js"}
+    assert len(references) == len(set(references))
+    assert set(references) == expected
 
 
 def test_a_token_becomes_a_cookie_and_leaves_the_address(browser: Browser, folder: Path) -> None:
     with (
         dashboard(folder, "--port", "0", "--token", "abc") as (address, _),
-        watch_page(browser, fresh=True) as seen,
+        watch_page(browser, fresh=True) as session,
     ):
-        seen.page.goto(f"{address}#tab=logs")
-        expect(seen.page.locator("#link")).to_have_text("live")
-        assert "abc" not in seen.page.url
-        assert seen.page.url.endswith("/#tab=logs")
-        assert seen.page.evaluate("history.length") <= 2  # about:blank, and the page
-        assert "abc" not in seen.page.evaluate("document.cookie + document.referrer")
-        seen.page.reload()
-        expect(seen.page.locator("#link")).to_have_text("live")
-        assert seen.errors == []
+        session.page.goto(f"{address}#tab=logs")
+        expect(session.page.locator("#link")).to_have_text("live")
+        assert "abc" not in session.page.url
+        assert session.page.url.endswith("/#tab=logs")
+        assert session.page.evaluate("history.length") <= 2  # about:blank, and the page
+        assert "abc" not in session.page.evaluate("document.cookie + document.referrer")
+        session.page.reload()
+        expect(session.page.locator("#link")).to_have_text("live")
+        assert session.errors == []
 
 
 def test_branches_are_listed_below_their_trunk(browser: Browser, tmp_path: Path) -> None:
@@ -521,8 +525,8 @@ def test_branches_are_listed_below_their_trunk(browser: Browser, tmp_path: Path)
             place = {"checkpoint": f"step-{step}", "iters": 2, "decay": 2}
             first = Branched(name=branch, parent="trunk", step=step, **place)
             run.events.write_bytes(encode_event(first, 0.0, 0) + run.events.read_bytes())
-    with serve_dashboard(tmp_path) as address, open_dashboard(browser, address) as seen:
-        seen.page.locator("#sort").select_option("name")
-        names = seen.page.locator("#runs .name")
+    with serve_dashboard(tmp_path) as address, open_dashboard(browser, address) as session:
+        session.page.locator("#sort").select_option("name")
+        names = session.page.locator("#runs .name")
         expect(names).to_have_text(["other", "trunk", "└ trunk.early", "└ trunk.late"])
-        expect(seen.page.locator("#runs li").nth(2)).to_contain_text("from 3")
+        expect(session.page.locator("#runs li").nth(2)).to_contain_text("from 3")

@@ -35,7 +35,7 @@ HOSTILE = (
 )
 
 
-Shown = Callable[[str], Page]
+Render = Callable[[str], Page]
 
 
 class Tags(HTMLParser):
@@ -55,8 +55,8 @@ class Tags(HTMLParser):
 
 def data_of(text: str) -> Any:
     """The data in a page."""
-    (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text)
-    return json.loads(found)
+    (json_text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text)
+    return json.loads(json_text)
 
 
 def runs_of(text: str) -> Any:
@@ -65,24 +65,24 @@ def runs_of(text: str) -> Any:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with chromium() as found:
-        yield found
+    with chromium() as chromium_browser:
+        yield chromium_browser
 
 
 @pytest.fixture(scope="module")
-def shown(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
+def render(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Render]:
     """Opens a page's text, with all that is folded in it, and no error."""
     file = tmp_path_factory.mktemp("shown") / "page.html"
-    with watch_page(browser) as seen:
+    with watch_page(browser) as session:
 
         def show(text: str) -> Page:
             file.write_text(text, "utf-8", "backslashreplace")
-            seen.page.goto(file.as_uri())
-            seen.page.evaluate(
+            session.page.goto(file.as_uri())
+            session.page.evaluate(
                 "document.querySelectorAll('details').forEach((d) => (d.open = true))"
             )
-            assert seen.errors == []
-            return seen.page
+            assert session.errors == []
+            return session.page
 
         yield show
 
@@ -92,12 +92,12 @@ def words(page: Page) -> str:
 
 
 @pytest.fixture
-def told(tmp_path: Path) -> RunDir:
+def run_dir(tmp_path: Path) -> RunDir:
     return told_run(tmp_path / "told-r7f3a")
 
 
-def test_the_page_says_all_that_the_record_does(told: RunDir, shown: Shown) -> None:
-    said = words(shown(report_html([read_record(told)])))
+def test_the_page_says_all_that_the_record_does(run_dir: RunDir, render: Render) -> None:
+    page_words = words(render(report_html([read_record(run_dir)])))
     for text in (
         "told-r7f3a finished",
         "2L/32d, 24.1k parameters on cpu",
@@ -117,13 +117,13 @@ def test_the_page_says_all_that_the_record_does(told: RunDir, shown: Shown) -> N
         "torch 2.13.0",
         "memory 16.0 GiB",
     ):
-        assert text in said, text
+        assert text in page_words, text
 
 
-def test_only_what_is_not_at_its_default_is_marked(told: RunDir, shown: Shown) -> None:
-    marked = shown(report_html([read_record(told)])).locator("mark").all()
+def test_only_what_is_not_at_its_default_is_marked(run_dir: RunDir, render: Render) -> None:
+    marks = render(report_html([read_record(run_dir)])).locator("mark").all()
     assert [
-        (each.get_attribute("title"), " ".join(each.inner_text().split())) for each in marked
+        (mark.get_attribute("title"), " ".join(mark.inner_text().split())) for mark in marks
     ] == [
         ("--set", "name: told"),
         ("told.yaml:3:3", "n_layer: 2"),
@@ -142,7 +142,7 @@ def told_apart(page: Page) -> dict[str, list[str]]:
     }
 
 
-def test_a_long_value_is_folded_in_the_table_of_differences(tmp_path: Path, shown: Shown) -> None:
+def test_a_long_value_is_folded_in_the_table_of_differences(tmp_path: Path, render: Render) -> None:
     operation = "{name: change_lr, value: 0.5, max_wait_iters: 4}"
     other = operation.replace("0.5", "0.25")
     texts = [f"schedule: [{first}, {operation}]\n" for first in (operation, other)]
@@ -150,9 +150,9 @@ def test_a_long_value_is_folded_in_the_table_of_differences(tmp_path: Path, show
         read_record(write(tmp_path / f"run{n}", [(start_event(), 1), *steps(1, 2)], text))
         for n, text in enumerate(texts)
     ]
-    page = shown(report_html(runs))
+    page = render(report_html(runs))
     cells = page.locator("tr", has_text="schedule").locator("td")
-    assert [each.inner_text() for each in cells.locator("summary").all()] == [
+    assert [summary.inner_text() for summary in cells.locator("summary").all()] == [
         "2 operations",
         "2 operations, differs",
     ]
@@ -163,35 +163,35 @@ def test_a_long_value_is_folded_in_the_table_of_differences(tmp_path: Path, show
     assert "value: 0.25" in told_apart(page)["schedule"][1]
 
 
-def test_configs_differ_in_the_keys_whose_values_differ(tmp_path: Path, shown: Shown) -> None:
+def test_configs_differ_in_the_keys_whose_values_differ(tmp_path: Path, render: Render) -> None:
     lines = [(start_event(), 1), *steps(1, 2)]
     texts = {
         "one": "seed: 1  # --set\noptimizer:\n  lr: 1e-3\nmodel:\n  n_layer: 2\n",
         "two": "seed: 2  # --set\noptimizer:\n  lr: 0.001\ntrain:\n  until: [9it]\n",
         "graph": "task: graph\nmodel:\n  heads:\n    - {name: h, kind: regression}\n",
     }
-    one, two, graph = (
+    first_record, second_record, graph = (
         read_record(write(tmp_path / name, lines, text)) for name, text in texts.items()
     )
-    assert told_apart(shown(report_html([one, two]))) == {
+    assert told_apart(render(report_html([first_record, second_record]))) == {
         "seed": ["1", "2"],
         "model.n_layer": ["2", "4"],
         "train.until": ["[2000it]", "[9it]"],
     }
-    found = told_apart(shown(report_html([one, graph])))
-    assert found["task"] == ["language", "graph"]
-    assert found["data.tokenizer"] == ["byte", ""]
-    assert found["eval.eval_epochs"] == ["null", "1"]
-    assert "name: h, target: null, kind: regression" in found["model.heads"][1]
+    differences = told_apart(render(report_html([first_record, graph])))
+    assert differences["task"] == ["language", "graph"]
+    assert differences["data.tokenizer"] == ["byte", ""]
+    assert differences["eval.eval_epochs"] == ["null", "1"]
+    assert "name: h, target: null, kind: regression" in differences["model.heads"][1]
 
 
 def test_a_config_that_cannot_be_read_is_told_apart_from_nothing(
-    tmp_path: Path, shown: Shown
+    tmp_path: Path, render: Render
 ) -> None:
     lines = [(start_event(), 1), *steps(1, 2)]
     texts = ("seed: 1\n", "seed: 2\n", "mdoel: {}\n")
     runs = [write(tmp_path / f"run{n}", lines, text) for n, text in enumerate(texts)]
-    page = shown(report_html([read_record(run) for run in runs]))
+    page = render(report_html([read_record(run) for run in runs]))
     assert told_apart(page) == {"seed": ["1", "2", ""]}
     assert f"Not compared: {runs[2].config}: unknown key" in words(page)
     assert config_lines(RunDir(tmp_path / "none")) == []
@@ -202,14 +202,14 @@ def test_what_is_derived_and_nowhere_given_is_no_difference(tmp_path: Path) -> N
         model = f"model:\n  n_mlp: {n_mlp}  # {origin}\n"
         return write(tmp_path / str(len(list(tmp_path.iterdir()))), [], model)
 
-    derived, wider, given = run(64, "derived"), run(96, "derived"), run(96, "--set")
-    assert derived_keys([config_lines(run) for run in (derived, wider)]) == {"model.n_mlp"}
-    assert "model.n_mlp" not in config_values([derived, wider])[0][1]
-    assert [c["model.n_mlp"] for c in config_values([derived, given])[0]] == [64, 96]
-    assert derived_keys([config_lines(given)]) == set()
+    derived_run, wider, explicit_run = run(64, "derived"), run(96, "derived"), run(96, "--set")
+    assert derived_keys([config_lines(run) for run in (derived_run, wider)]) == {"model.n_mlp"}
+    assert "model.n_mlp" not in config_values([derived_run, wider])[0][1]
+    assert [c["model.n_mlp"] for c in config_values([derived_run, explicit_run])[0]] == [64, 96]
+    assert derived_keys([config_lines(explicit_run)]) == set()
 
 
-def test_nothing_in_a_run_breaks_out_of_the_page(tmp_path: Path, shown: Shown) -> None:
+def test_nothing_in_a_run_breaks_out_of_the_page(tmp_path: Path, render: Render) -> None:
     lines = [
         (start_event(), 1),
         *steps(1, 20),
@@ -236,10 +236,10 @@ def test_nothing_in_a_run_breaks_out_of_the_page(tmp_path: Path, shown: Shown) -
     assert not [tag for tag, _ in page.tags if tag == "img"]
     assert HOSTILE in page.words
     assert HOSTILE in runs_of(text)[0]["marks"][0]["title"]
-    opened = shown(text)
-    assert " ".join(HOSTILE.split()) in words(opened)
-    assert opened.locator("img, main script").count() == 0
-    assert opened.evaluate("window.owned") is None
+    browser_page = render(text)
+    assert " ".join(HOSTILE.split()) in words(browser_page)
+    assert browser_page.locator("img, main script").count() == 0
+    assert browser_page.evaluate("window.owned") is None
 
 
 @settings(max_examples=50, deadline=None)
@@ -251,27 +251,32 @@ def test_inlined_data_is_json_and_ends_nothing(data: Any) -> None:
     assert json.loads(text) == finite
 
 
-def test_several_runs_have_a_row_each(tmp_path: Path, shown: Shown) -> None:
+def test_several_runs_have_a_row_each(tmp_path: Path, render: Render) -> None:
     first = told_run(tmp_path / "told-aaaaa")
     second = write(
         tmp_path / "told-bbbbb", [(start_event(), 1), *steps(1, 30)], "name: told\nseed: 2\n"
     )
     text = report_html([read_record(first), read_record(second)])
-    opened = shown(text)
-    said = words(opened)
-    assert "2 runs" in said
-    one, two = (row.split() for row in opened.locator("table.runs tbody tr").all_inner_texts())
-    assert (one[:3], two[:3]) == (["aaaaa", "finished", "1"], ["bbbbb", "crashed", "2"])
-    assert ("40" in one, "30" in two) == (True, True)
-    assert "Differences between the configs aaaaa bbbbb seed 1 2" in said
+    page = render(text)
+    page_words = words(page)
+    assert "2 runs" in page_words
+    first_row, second_row = (
+        row.split() for row in page.locator("table.runs tbody tr").all_inner_texts()
+    )
+    assert (first_row[:3], second_row[:3]) == (
+        ["aaaaa", "finished", "1"],
+        ["bbbbb", "crashed", "2"],
+    )
+    assert ("40" in first_row, "30" in second_row) == (True, True)
+    assert "Differences between the configs aaaaa bbbbb seed 1 2" in page_words
     assert [run["id"] for run in runs_of(text)] == ["aaaaa", "bbbbb"]
 
 
-def test_every_metric_is_in_one_panel(told: RunDir) -> None:
-    record = read_record(told)
-    shown = [metric for panel in panels([record]) for metric in panel.metrics]
-    assert len(shown) == len(set(shown))
-    assert set(shown) == {name for name in record.metrics if not name.endswith(":error")}
+def test_every_metric_is_in_one_panel(run_dir: RunDir) -> None:
+    record = read_record(run_dir)
+    metrics = [metric for panel in panels([record]) for metric in panel.metrics]
+    assert len(metrics) == len(set(metrics))
+    assert set(metrics) == {name for name in record.metrics if not name.endswith(":error")}
     assert panels([record])[0].metrics == ("loss", "val/loss")
 
 
@@ -279,8 +284,10 @@ def test_layers_are_one_panel_in_their_order(tmp_path: Path) -> None:
     names = ("embedding", "blocks.0", "blocks.1", "head")
     lines: list[tuple[Event, int]] = [(start_event(), 1), *steps(1, 2)]
     lines.append((Layers(grad_norm=dict.fromkeys(names, 1.0), update_ratio={}, **place(1)), 1))
-    grown = (*names, "blocks.10", "blocks.2")
-    lines.append((Layers(grad_norm=dict.fromkeys(grown, 1.0), update_ratio={}, **place(2)), 1))
+    names_after_growth = (*names, "blocks.10", "blocks.2")
+    lines.append(
+        (Layers(grad_norm=dict.fromkeys(names_after_growth, 1.0), update_ratio={}, **place(2)), 1)
+    )
     (panel,) = [p for p in panels([read_record(write(tmp_path / "run", lines))]) if p.log]
     assert [name.removeprefix("grad_norm/") for name in panel.metrics] == [
         "embedding",
@@ -298,9 +305,11 @@ def test_deltas_are_panels_and_their_layers_one(tmp_path: Path) -> None:
     lines.append((Delta(number=0, anchor=True, **size, **place(1)), 1))
     shares = {"density": 0.5, "overlap": 0.25, "layers": {"blocks.0": 1.0, "blocks.1": 0.0}}
     lines.append((Delta(number=1, anchor=False, **size, **shares, **place(2)), 1))
-    found = {panel.metrics for panel in panels([read_record(write(tmp_path / "run", lines))])}
+    panel_metrics = {
+        panel.metrics for panel in panels([read_record(write(tmp_path / "run", lines))])
+    }
     by_layer = ("delta_density/blocks.0", "delta_density/blocks.1")
-    assert {("delta_density",), ("delta_overlap",), ("delta_bytes",), by_layer} < found
+    assert {("delta_density",), ("delta_overlap",), ("delta_bytes",), by_layer} < panel_metrics
 
 
 def test_the_latest_sample_is_open_and_its_blanks_are_kept(
@@ -309,20 +318,23 @@ def test_the_latest_sample_is_open_and_its_blanks_are_kept(
     lines: list[tuple[Event, int]] = [(start_event(), 1), *steps(1, 2)]
     lines += [(SampleText(prompt="\n", text=f"  {n}:\tdone\n\n", **place(n)), 1) for n in (1, 2)]
     run = write(tmp_path / "run", lines)
-    with watch_page(browser) as seen:
-        seen.page.goto(write_report(run).as_uri())
-        latest, folded = seen.page.locator(".written pre").all()
+    with watch_page(browser) as session:
+        session.page.goto(write_report(run).as_uri())
+        latest, previous = session.page.locator(".written pre").all()
         assert latest.is_visible()
         assert latest.text_content() == "\n  2:\tdone\n\n"
-        assert not folded.is_visible()
-        assert folded.text_content() == "\n  1:\tdone\n\n"
-        assert seen.page.locator(".written code").first.text_content() == '"\\n"'
-        assert [each.text_content() for each in seen.page.locator(".prompt").all()] == ["\n", "\n"]
+        assert not previous.is_visible()
+        assert previous.text_content() == "\n  1:\tdone\n\n"
+        assert session.page.locator(".written code").first.text_content() == '"\\n"'
+        assert [prompt.text_content() for prompt in session.page.locator(".prompt").all()] == [
+            "\n",
+            "\n",
+        ]
 
 
 @pytest.mark.parametrize("content", [b"", b"{}\n", b"\xff\x00\n", b'{"v":1,"kind":"train","st'])
 def test_a_record_without_a_run_in_it_is_refused_or_told_of(
-    tmp_path: Path, content: bytes, shown: Shown
+    tmp_path: Path, content: bytes, render: Render
 ) -> None:
     run = write(tmp_path / "odd", [])
     run.events.write_bytes(content)
@@ -330,7 +342,7 @@ def test_a_record_without_a_run_in_it_is_refused_or_told_of(
         record = read_record(run)
     except RecordError:
         return
-    assert "odd" in words(shown(report_html([record])))
+    assert "odd" in words(render(report_html([record])))
 
 
 ODD = st.sampled_from(["NaN", "Infinity", "-Infinity", -1, 0, 1e308, "", "x", {}, None])
@@ -342,26 +354,28 @@ ODD = st.sampled_from(["NaN", "Infinity", "-Infinity", -1, 0, 1e308, "", "x", {}
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(st.lists(st.tuples(st.integers(0, 79), st.integers(0, 30), ODD), min_size=1, max_size=4))
-def test_odd_values_are_shown_or_refused(told: RunDir, shown: Shown, changes: list[Any]) -> None:
-    lines = [json.loads(line) for line in told.events.read_bytes().splitlines()]
+def test_odd_values_are_shown_or_refused(
+    run_dir: RunDir, render: Render, changes: list[Any]
+) -> None:
+    lines = [json.loads(line) for line in run_dir.events.read_bytes().splitlines()]
     for number, field, value in changes:
         line = lines[number % len(lines)]
         inside = line["proof"] if line.get("proof") and field % 2 else line
         name = [name for name in inside if name not in ("v", "kind")][field % (len(inside) - 2)]
         inside[name] = value
-    odd = RunDir(told.path.parent / "odd")
+    odd = RunDir(run_dir.path.parent / "odd")
     odd.path.mkdir(exist_ok=True)
     odd.events.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     try:
         record = read_record(odd)
     except RecordError:
         return
-    assert "odd" in words(shown(report_html([record])))
+    assert "odd" in words(render(report_html([record])))
 
 
-def test_a_run_that_has_only_begun_has_a_page(tmp_path: Path, shown: Shown) -> None:
+def test_a_run_that_has_only_begun_has_a_page(tmp_path: Path, render: Render) -> None:
     run = write(tmp_path / "new", [(start_event(), 1)])
-    assert "new crashed" in words(shown(report_html([read_record(run)])))
+    assert "new crashed" in words(render(report_html([read_record(run)])))
 
 
 def test_the_page_of_a_large_run_stays_small(tmp_path: Path) -> None:
@@ -370,7 +384,7 @@ def test_the_page_of_a_large_run_stays_small(tmp_path: Path) -> None:
     assert sum(value > 40 for value in runs_of(text)[0]["series"]["loss"]["value"] if value) == 3
 
 
-def test_the_page_of_a_run_that_had_much_to_say_stays_small(tmp_path: Path, shown: Shown) -> None:
+def test_the_page_of_a_run_that_had_much_to_say_stays_small(tmp_path: Path, render: Render) -> None:
     lines: list[tuple[Event, int]] = [(start_event(), 1), *steps(1, 20)]
     for step in range(1, 1001):
         layers = {f"blocks.{number}": 1.0 for number in range(60)}
@@ -379,19 +393,19 @@ def test_the_page_of_a_run_that_had_much_to_say_stays_small(tmp_path: Path, show
         lines.append((OperationEvent(name="override", change="y" * 10_000, **place(step)), 1))
     text = report_html([read_record(write(tmp_path / "loud", lines))])
     assert len(text.encode()) < 5_000_000
-    assert "Operations 600 earlier ones are left out" in words(shown(text))
+    assert "Operations 600 earlier ones are left out" in words(render(text))
 
 
-def test_it_is_written_whole_beside_the_record(told: RunDir) -> None:
-    told.report.write_text("old")
-    assert write_report(told) == told.path / "report.html"
-    assert told.report.read_text().rstrip().endswith("</html>")
-    assert {path.name for path in told.path.iterdir()} == {
+def test_it_is_written_whole_beside_the_record(run_dir: RunDir) -> None:
+    run_dir.report.write_text("old")
+    assert write_report(run_dir) == run_dir.path / "report.html"
+    assert run_dir.report.read_text().rstrip().endswith("</html>")
+    assert {path.name for path in run_dir.path.iterdir()} == {
         "checkpoints",
         "events.jsonl",
         "report.html",
         "run.yaml",
-    } | ({"events.idx"} if (told.path / "events.idx").exists() else set())
+    } | ({"events.idx"} if (run_dir.path / "events.idx").exists() else set())
 
 
 def write_final_test(run: RunDir) -> None:
@@ -422,18 +436,20 @@ def write_final_test(run: RunDir) -> None:
     pq.write_table(pa.table(columns), folder / "predictions.parquet")
 
 
-def test_the_final_test_is_drawn(told: RunDir, shown: Shown) -> None:
-    write_final_test(told)
-    page = shown(report_html([read_record(told)]))
-    said = words(page)
-    assert "5,000 samples, weights of step 40 (best)" in said
-    assert "kind/accuracy 0.9750 0.0025" in said
-    assert "true ↓ predicted → 0 1 0 90 10 1 0 100" in said, "which axis of the matrix is which"
+def test_the_final_test_is_drawn(run_dir: RunDir, render: Render) -> None:
+    write_final_test(run_dir)
+    page = render(report_html([read_record(run_dir)]))
+    page_words = words(page)
+    assert "5,000 samples, weights of step 40 (best)" in page_words
+    assert "kind/accuracy 0.9750 0.0025" in page_words
+    assert "true ↓ predicted → 0 1 0 90 10 1 0 100" in page_words, (
+        "which axis of the matrix is which"
+    )
     share = "(cell) => [cell.textContent, cell.style.getPropertyValue('--share')]"
     cells = page.locator(".tested td").all()
     assert [cell.evaluate(share) for cell in cells[:2]] == [["90", "90%"], ["10", "10%"]]
-    assert "charge: predicted over true, 2,500 of 5,000" in said
-    assert "force: predicted over true, 2,500 of 10,000" in said
+    assert "charge: predicted over true, 2,500 of 5,000" in page_words
+    assert "force: predicted over true, 2,500 of 10,000" in page_words
     dots = page.locator("svg .dots").first.get_attribute("d")
     assert dots is not None
     pairs = np.array(re.findall(r"M([\d.]+) ([\d.]+)h0", dots), float)
@@ -441,21 +457,21 @@ def test_the_final_test_is_drawn(told: RunDir, shown: Shown) -> None:
 
 
 def test_without_pyarrow_it_says_what_is_missing(
-    told: RunDir, shown: Shown, monkeypatch: pytest.MonkeyPatch
+    run_dir: RunDir, render: Render, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_final_test(told)
+    write_final_test(run_dir)
     monkeypatch.setattr(ending, "find_spec", lambda _: None)
-    page = shown(report_html([read_record(told)]))
+    page = render(report_html([read_record(run_dir)]))
     assert ending.NO_PYARROW in words(page).replace("’", "'")
     assert "kind/accuracy 0.9750" in words(page)
     assert page.locator("svg.scatter").count() == 0
 
 
 @pytest.mark.parametrize("file", ["result.json", "predictions.parquet"])
-def test_a_broken_test_is_said_to_be_broken(told: RunDir, file: str, shown: Shown) -> None:
-    write_final_test(told)
-    (told.path / "test" / file).write_bytes(b"PAR1 {")
-    assert f"test/{file} cannot be read" in words(shown(report_html([read_record(told)])))
+def test_a_broken_test_is_said_to_be_broken(run_dir: RunDir, file: str, render: Render) -> None:
+    write_final_test(run_dir)
+    (run_dir.path / "test" / file).write_bytes(b"PAR1 {")
+    assert f"test/{file} cannot be read" in words(render(report_html([read_record(run_dir)])))
 
 
 @pytest.fixture(scope="module")
@@ -465,15 +481,15 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_report(run)
 
 
-def opened(seen: Watched, page: Path) -> None:
-    seen.page.goto(page.as_uri())
-    wait_for_frame(seen.page)
+def open_report(session: Watched, page: Path) -> None:
+    session.page.goto(page.as_uri())
+    wait_for_frame(session.page)
 
 
-def painted(seen: Watched, panel: int = 0) -> int:
+def colour_count(session: Watched, panel: int = 0) -> int:
     """How many colours there are in a chart's middle half."""
     return int(
-        seen.page.evaluate(
+        session.page.evaluate(
             """panel => {
               const canvas = document.querySelectorAll('.chart canvas')[panel];
               const { width, height } = canvas;
@@ -488,106 +504,106 @@ def painted(seen: Watched, panel: int = 0) -> int:
 
 
 def test_it_opens_and_paints_without_asking_for_anything(browser: Browser, page: Path) -> None:
-    with watch_page(browser) as seen:
-        opened(seen, page)
-        assert all(painted(seen, number) > 3 for number in range(5))
-        assert seen.errors == []
-        assert seen.urls() == [page.as_uri()]
-        spent = seen.page.evaluate(
+    with watch_page(browser) as session:
+        open_report(session, page)
+        assert all(colour_count(session, number) > 3 for number in range(5))
+        assert session.errors == []
+        assert session.urls() == [page.as_uri()]
+        load_ms = session.page.evaluate(
             "performance.timing.loadEventEnd - performance.timing.navigationStart"
         )
-        assert spent < 2000
+        assert load_ms < 2000
 
 
 def test_a_script_that_is_not_the_pages_own_does_not_run(browser: Browser, page: Path) -> None:
-    changed = page.with_name("changed.html")
+    page_copy = page.with_name("changed.html")
     script = "<script>window.owned = 1</script></main>"
-    changed.write_text(page.read_text().replace("</main>", script))
-    with watch_page(browser) as seen:
-        opened(seen, changed)
-        assert seen.page.evaluate("window.owned") is None
-        assert any("Content Security Policy" in error for error in seen.errors)
+    page_copy.write_text(page.read_text().replace("</main>", script))
+    with watch_page(browser) as session:
+        open_report(session, page_copy)
+        assert session.page.evaluate("window.owned") is None
+        assert any("Content Security Policy" in error for error in session.errors)
 
 
 @pytest.mark.parametrize("how", ["hover", "focus"])
 def test_an_operation_explains_itself(browser: Browser, page: Path, how: str) -> None:
-    with watch_page(browser) as seen:
-        opened(seen, page)
-        mark = seen.page.locator(".panel").first.locator(".ic-mark.ic-operation")
+    with watch_page(browser) as session:
+        open_report(session, page)
+        mark = session.page.locator(".panel").first.locator(".ic-mark.ic-operation")
         getattr(mark, how)()
-        told = seen.page.locator(".panel").first.locator(".ic-tip").inner_text()
-        assert "widen_mlp 64→96" in told
-        assert "because val 3.12 < 3.50" in told
-        assert "exact, max |Δlogit| 2.5e-07" in told
+        tip_text = session.page.locator(".panel").first.locator(".ic-tip").inner_text()
+        assert "widen_mlp 64→96" in tip_text
+        assert "because val 3.12 < 3.50" in tip_text
+        assert "exact, max |Δlogit| 2.5e-07" in tip_text
 
 
 def test_the_cursor_reads_values_on_the_axis_of_choice(browser: Browser, page: Path) -> None:
-    with watch_page(browser) as seen:
-        opened(seen, page)
-        seen.page.select_option("select[name=x]", "tokens")
-        over = seen.page.locator(".panel").first.locator(".u-over")
+    with watch_page(browser) as session:
+        open_report(session, page)
+        session.page.select_option("select[name=x]", "tokens")
+        over = session.page.locator(".panel").first.locator(".u-over")
         box = over.bounding_box()
         assert box is not None
-        seen.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 60)
-        told = seen.page.locator(".panel").first.locator(".ic-tip").inner_text()
-        found = re.match(
-            r"tokens ([\d,]+)\s+(?:val/loss|loss)\s+[\d.]+\s+(?:val/loss|loss)\s+[\d.]+", told
+        session.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 60)
+        tip_text = session.page.locator(".panel").first.locator(".ic-tip").inner_text()
+        match = re.match(
+            r"tokens ([\d,]+)\s+(?:val/loss|loss)\s+[\d.]+\s+(?:val/loss|loss)\s+[\d.]+", tip_text
         )
-        assert found, told
-        assert abs(int(found[1].replace(",", "")) - 128 * 20) <= 2 * 128
+        assert match, tip_text
+        assert abs(int(match[1].replace(",", "")) - 128 * 20) <= 2 * 128
 
 
 def test_dragging_zooms_and_a_double_click_goes_back(browser: Browser, page: Path) -> None:
-    with watch_page(browser) as seen:
-        opened(seen, page)
-        over = seen.page.locator(".panel").first.locator(".u-over")
+    with watch_page(browser) as session:
+        open_report(session, page)
+        over = session.page.locator(".panel").first.locator(".u-over")
         over.scroll_into_view_if_needed()
         box = over.bounding_box()
         assert box is not None
-        marks = seen.page.locator(".panel").first.locator(".ic-mark")
+        marks = session.page.locator(".panel").first.locator(".ic-mark")
         before = marks.count()
-        seen.page.mouse.move(box["x"] + 10, box["y"] + 90)
-        seen.page.mouse.down()
-        seen.page.mouse.move(box["x"] + 0.2 * box["width"], box["y"] + 90, steps=4)
-        seen.page.mouse.up()
-        wait_for_frame(seen.page)
+        session.page.mouse.move(box["x"] + 10, box["y"] + 90)
+        session.page.mouse.down()
+        session.page.mouse.move(box["x"] + 0.2 * box["width"], box["y"] + 90, steps=4)
+        session.page.mouse.up()
+        wait_for_frame(session.page)
         assert marks.count() < before
-        seen.page.mouse.dblclick(box["x"] + 0.7 * box["width"], box["y"] + 90)
-        wait_for_frame(seen.page)
+        session.page.mouse.dblclick(box["x"] + 0.7 * box["width"], box["y"] + 90)
+        wait_for_frame(session.page)
         assert marks.count() == before
-        assert seen.errors == []
+        assert session.errors == []
 
 
 def test_smoothing_logarithm_and_marks_redraw(browser: Browser, page: Path) -> None:
-    with watch_page(browser) as seen:
-        opened(seen, page)
+    with watch_page(browser) as session:
+        open_report(session, page)
         canvas = "document.querySelector('.chart canvas').toDataURL()"
-        pictures = [seen.page.evaluate(canvas)]
-        seen.page.locator("input[name=smooth]").fill("0.9")
-        wait_for_frame(seen.page)
-        pictures.append(seen.page.evaluate(canvas))
-        seen.page.locator("input[name=log]").check()
-        wait_for_frame(seen.page)
-        pictures.append(seen.page.evaluate(canvas))
+        pictures = [session.page.evaluate(canvas)]
+        session.page.locator("input[name=smooth]").fill("0.9")
+        wait_for_frame(session.page)
+        pictures.append(session.page.evaluate(canvas))
+        session.page.locator("input[name=log]").check()
+        wait_for_frame(session.page)
+        pictures.append(session.page.evaluate(canvas))
         assert len(set(pictures)) == 3
-        seen.page.locator("input[name=marks]").uncheck()
-        wait_for_frame(seen.page)
-        assert seen.page.locator(".ic-mark").count() == 0
-        assert seen.errors == []
+        session.page.locator("input[name=marks]").uncheck()
+        wait_for_frame(session.page)
+        assert session.page.locator(".ic-mark").count() == 0
+        assert session.errors == []
 
 
 def test_dark_and_light_follow_the_system_and_the_button(browser: Browser, page: Path) -> None:
     paper = "getComputedStyle(document.body).backgroundColor"
-    with watch_page(browser, scheme="dark") as seen:
-        opened(seen, page)
-        dark = seen.page.evaluate(paper)
-        seen.page.click("#theme")
-        light = seen.page.evaluate(paper)
+    with watch_page(browser, scheme="dark") as session:
+        open_report(session, page)
+        dark = session.page.evaluate(paper)
+        session.page.click("#theme")
+        light = session.page.evaluate(paper)
         assert (dark, light) == ("rgb(18, 22, 27)", "rgb(246, 247, 249)")
-        assert painted(seen) > 3
-    with watch_page(browser, scheme="light") as seen:
-        opened(seen, page)
-        assert seen.page.evaluate(paper) == light
+        assert colour_count(session) > 3
+    with watch_page(browser, scheme="light") as session:
+        open_report(session, page)
+        assert session.page.evaluate(paper) == light
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -612,22 +628,22 @@ def test_text_can_be_read_against_what_is_behind_it(
         return (a + 0.05) / (b + 0.05) < least;
       });
     }"""
-    with watch_page(browser, scheme=scheme) as seen:
-        opened(seen, page)
-        assert seen.page.evaluate(contrast) == []
+    with watch_page(browser, scheme=scheme) as session:
+        open_report(session, page)
+        assert session.page.evaluate(contrast) == []
 
 
 def test_a_phone_needs_no_scrolling_sideways(browser: Browser, page: Path) -> None:
-    with watch_page(browser, width=375, height=700) as seen:
-        opened(seen, page)
-        assert seen.page.evaluate("document.documentElement.scrollWidth") == 375
-        widths = seen.page.evaluate(
+    with watch_page(browser, width=375, height=700) as session:
+        open_report(session, page)
+        assert session.page.evaluate("document.documentElement.scrollWidth") == 375
+        widths = session.page.evaluate(
             "[...document.querySelectorAll('.uplot')].map((u) => u.offsetWidth)"
         )
         assert max(widths) <= 375
-        seen.page.set_viewport_size({"width": 900, "height": 700})
-        wait_for_frame(seen.page)
-        assert seen.page.evaluate("document.querySelector('.uplot').offsetWidth") > 700
+        session.page.set_viewport_size({"width": 900, "height": 700})
+        wait_for_frame(session.page)
+        assert session.page.evaluate("document.querySelector('.uplot').offsetWidth") > 700
 
 
 def test_without_javascript_the_summary_is_there(browser: Browser, page: Path) -> None:
@@ -643,27 +659,29 @@ def test_without_javascript_the_summary_is_there(browser: Browser, page: Path) -
 
 
 def test_everything_is_reached_by_tab_and_seen_where_it_is(browser: Browser, page: Path) -> None:
-    with watch_page(browser) as seen:
-        opened(seen, page)
-        assert tab_through(seen.page) == []
+    with watch_page(browser) as session:
+        open_report(session, page)
+        assert tab_through(session.page) == []
 
 
 def test_of_a_chart_s_marks_one_is_reached_by_tab_and_the_others_by_arrows(
     browser: Browser, page: Path
 ) -> None:
-    with watch_page(browser) as seen:
-        opened(seen, page)
-        marks = seen.page.locator(".panel").first.locator(".ic-mark")
+    with watch_page(browser) as session:
+        open_report(session, page)
+        marks = session.page.locator(".panel").first.locator(".ic-mark")
         stops = [mark for mark in marks.all() if mark.get_attribute("tabindex") == "0"]
         assert len(stops) == 1
         stops[0].focus()
-        told = []
+        labels = []
         for _ in range(marks.count()):
-            told.append(seen.page.evaluate("document.activeElement.getAttribute('aria-label')"))
-            seen.page.keyboard.press("ArrowRight")
-        assert len(set(told)) == marks.count()
-        assert told[0].startswith(("widen_mlp", "checkpoint at step 20"))
-        assert told[-1].startswith("ended at step 40")
+            labels.append(
+                session.page.evaluate("document.activeElement.getAttribute('aria-label')")
+            )
+            session.page.keyboard.press("ArrowRight")
+        assert len(set(labels)) == marks.count()
+        assert labels[0].startswith(("widen_mlp", "checkpoint at step 20"))
+        assert labels[-1].startswith("ended at step 40")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -672,26 +690,26 @@ def test_on_paper_it_is_light_and_every_chart_whole(
 ) -> None:
     width = """() => [...document.querySelectorAll(".chart")].map((place) =>
       place.clientWidth - place.querySelector(".uplot").offsetWidth)"""
-    with watch_page(browser, scheme=scheme) as seen:
-        opened(seen, page)
-        before = seen.page.evaluate("document.querySelector('canvas').toDataURL()")
-        seen.page.evaluate(
+    with watch_page(browser, scheme=scheme) as session:
+        open_report(session, page)
+        before = session.page.evaluate("document.querySelector('canvas').toDataURL()")
+        session.page.evaluate(
             """() => addEventListener("beforeprint", () => (window.open_ =
               document.querySelectorAll("details.printed:not([open])").length), { once: true })"""
         )
-        assert seen.page.pdf().startswith(b"%PDF")
-        assert seen.page.evaluate("window.open_") == 0
-        seen.page.evaluate("dispatchEvent(new Event('beforeprint'))")
-        seen.page.emulate_media(media="print")
-        assert set(seen.page.evaluate(width)) == {0}
-        assert seen.page.evaluate("document.body.offsetWidth") == 690
-        ink = seen.page.evaluate("getComputedStyle(document.body).color")
+        assert session.page.pdf().startswith(b"%PDF")
+        assert session.page.evaluate("window.open_") == 0
+        session.page.evaluate("dispatchEvent(new Event('beforeprint'))")
+        session.page.emulate_media(media="print")
+        assert set(session.page.evaluate(width)) == {0}
+        assert session.page.evaluate("document.body.offsetWidth") == 690
+        ink = session.page.evaluate("getComputedStyle(document.body).color")
         assert ink == "rgb(27, 31, 36)"
-        seen.page.emulate_media(media="screen")
-        seen.page.evaluate("dispatchEvent(new Event('afterprint'))")
-        wait_for_frame(seen.page)
-        assert seen.page.evaluate("document.querySelector('canvas').toDataURL()") == before
-        assert seen.page.evaluate("document.documentElement.dataset.theme") is None
+        session.page.emulate_media(media="screen")
+        session.page.evaluate("dispatchEvent(new Event('afterprint'))")
+        wait_for_frame(session.page)
+        assert session.page.evaluate("document.querySelector('canvas').toDataURL()") == before
+        assert session.page.evaluate("document.documentElement.dataset.theme") is None
 
 
 def test_tables_of_eight_runs_stay_on_the_paper(browser: Browser, tmp_path: Path) -> None:
@@ -703,19 +721,19 @@ def test_tables_of_eight_runs_stay_on_the_paper(browser: Browser, tmp_path: Path
     rights = (
         "() => [...document.querySelectorAll('table')].map((t) => t.getBoundingClientRect().right)"
     )
-    with watch_page(browser, width=690) as seen:
-        opened(seen, path)
-        seen.page.emulate_media(media="print")
-        found = seen.page.evaluate(rights)
-        assert len(found) > 2
-        assert max(found) <= 691
-        seen.page.emulate_media(media="screen")
+    with watch_page(browser, width=690) as session:
+        open_report(session, path)
+        session.page.emulate_media(media="print")
+        right_edges = session.page.evaluate(rights)
+        assert len(right_edges) > 2
+        assert max(right_edges) <= 691
+        session.page.emulate_media(media="screen")
 
 
 def test_points_and_marks_can_be_appended(browser: Browser, page: Path) -> None:
-    with watch_page(browser) as seen:
-        opened(seen, page)
-        grown = seen.page.evaluate(
+    with watch_page(browser) as session:
+        open_report(session, page)
+        result = session.page.evaluate(
             """() => {
               const data = JSON.parse(document.getElementById("data").textContent);
               const { runs } = data.answers["/api/curves"];
@@ -742,5 +760,5 @@ def test_points_and_marks_can_be_appended(browser: Browser, page: Path) -> None:
                 })));
             }"""
         )
-        assert grown == [[9.5, None, 2], [50, 51, 52], 1, 0]
-        assert seen.errors == []
+        assert result == [[9.5, None, 2], [50, 51, 52], 1, 0]
+        assert session.errors == []

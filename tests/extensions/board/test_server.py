@@ -50,20 +50,20 @@ def site(folder: Path) -> Iterator[httpx.Client]:
 
 def events(client: httpx.Client, query: str, until: str, **headers: str) -> list[tuple[str, dict]]:
     """The events of the stream up to one of the kind `until`, each with its data; ids as data."""
-    found: list[tuple[str, dict]] = []
-    named = ""
+    stream_events: list[tuple[str, dict]] = []
+    kind = ""
     with client.stream("GET", f"/api/stream?{query}", headers=headers, timeout=10) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         for line in answer.iter_lines():
             if line.startswith("id: "):
-                found.append(("id", {"id": line[4:]}))
+                stream_events.append(("id", {"id": line[4:]}))
             elif line.startswith("event: "):
-                named = line[7:]
+                kind = line[7:]
             elif line.startswith("data: "):
-                found.append((named, json.loads(line[6:])))
-                if named == until:
-                    return found
-    raise AssertionError(f"the stream ended before {until}: {found}")
+                stream_events.append((kind, json.loads(line[6:])))
+                if kind == until:
+                    return stream_events
+    raise AssertionError(f"the stream ended before {until}: {stream_events}")
 
 
 def test_runs_are_listed_with_their_state_step_and_losses(site: httpx.Client) -> None:
@@ -77,8 +77,8 @@ def test_runs_are_listed_with_their_state_step_and_losses(site: httpx.Client) ->
 
 
 def test_curves_have_only_what_was_asked_for_and_every_axis(site: httpx.Client) -> None:
-    asked = {"run": ["grow-aaaaa", "other-bbbbb", "nothing"], "metric": ["loss", "no/such"]}
-    first, second = site.get("/api/curves", params=asked).json()["runs"]
+    params = {"run": ["grow-aaaaa", "other-bbbbb", "nothing"], "metric": ["loss", "no/such"]}
+    first, second = site.get("/api/curves", params=params).json()["runs"]
     assert (first["key"], second["key"]) == ("grow-aaaaa", "other-bbbbb")
     assert list(first["series"]) == ["loss"]
     assert {"lr", "val/loss"} <= set(first["names"])
@@ -94,9 +94,9 @@ def test_long_curves_are_thinned_and_keep_their_spikes(site: httpx.Client, folde
         record.write(start_event())
         for step in range(1, 6001):
             record.write(train(step, 77.0 if step == 3333 else 1.0))
-    asked = {"run": "long-ccccc", "metric": "loss", "points": "1000000"}
-    (found,) = site.get("/api/curves", params=asked).json()["runs"]
-    values = found["series"]["loss"]["value"]
+    params = {"run": "long-ccccc", "metric": "loss", "points": "1000000"}
+    (curves,) = site.get("/api/curves", params=params).json()["runs"]
+    values = curves["series"]["loss"]["value"]
     assert len(values) <= 2000
     assert max(values) == 77.0
     shutil.rmtree(run.path)
@@ -107,16 +107,16 @@ def test_one_run_tells_its_stages_events_system_logs_and_config(site: httpx.Clie
         return site.get(f"/api/runs/grow-aaaaa/{what}").raise_for_status().json()
 
     def section(what: str, title: str) -> dict:
-        return next(each for each in ask(what)["sections"] if each["title"] == title)
+        return next(part for part in ask(what)["sections"] if part["title"] == title)
 
-    (first, second), changed = (
+    (first, second), changed_cell = (
         section("stages", "Stages")["rows"],
         {"text": "32", "class": "changed"},
     )
     assert (first[3], second[3]) == ("1.00k", "1.50k")
-    assert section("stages", "Architecture")["rows"][1] == ["n_mlp", "16", changed]
-    told = ask("events")
-    operation = next(event for event in told["events"] if event["kind"] == "operation")
+    assert section("stages", "Architecture")["rows"][1] == ["n_mlp", "16", changed_cell]
+    event_list = ask("events")
+    operation = next(event for event in event_list["events"] if event["kind"] == "operation")
     assert operation["title"] == "widen_mlp 16→32"
     assert "val 1.13 < 1.20" in operation["text"]
     assert operation["fields"]["proof"]["max_logit_diff"] == 2e-6
@@ -247,8 +247,8 @@ def test_the_address_that_a_browser_is_started_with_is_good_once(tmp_path: Path)
 
     async def enter(url: str) -> list[int]:
         async with httpx.AsyncClient(transport=transport, base_url=url.partition("?")[0]) as client:
-            entered = (await client.get(url)).status_code
-            return [entered, (await client.get("/api/runs")).status_code]
+            status = (await client.get(url)).status_code
+            return [status, (await client.get("/api/runs")).status_code]
 
     assert address.ticket not in address.url
     assert asyncio.run(enter(address.url_once)) == [200, 200]
@@ -265,7 +265,7 @@ def test_a_port_that_is_taken_is_told_with_one_that_is_free() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--host", "192.0.2.1"], "192.0.2.1 is not an address of this machine"),
         (["--token", "with space"], "a token consists of letters"),
@@ -273,13 +273,13 @@ def test_a_port_that_is_taken_is_told_with_one_that_is_free() -> None:
     ],
 )
 def test_what_cannot_be_served_is_told(
-    arguments: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
     result = CliRunner().invoke(command, [*arguments, "--port", "0"])
     assert isinstance(result.exception, ConfigError)
-    assert told in str(result.exception)
+    assert message in str(result.exception)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -302,16 +302,18 @@ def test_a_stream_begins_where_the_page_is_and_tells_of_each_line_once(
     with Recorder(run.events) as record:
         record.write(train(4, 2.5))
         query = f"run=live-fffff:{offset}&metric=loss&metric=lr&seen=."
-        told = events(site, query, "news")
-        points = told[-1][1]["points"]
+        stream_events = events(site, query, "news")
+        points = stream_events[-1][1]["points"]
         assert points["loss"]["value"] == [2.5]
         assert points["loss"]["x"]["step"] == [4]
         assert set(points) == {"loss", "lr"}
-        last_id = [data["id"] for name, data in told if name == "id"][-1]
+        last_id = [data["id"] for name, data in stream_events if name == "id"][-1]
 
         record.write(train(5, 2.4))
-        again = events(site, query, "news", **{"Last-Event-ID": last_id})
-    assert [data["points"]["loss"]["x"]["step"] for name, data in again if name == "news"] == [[5]]
+        later_events = events(site, query, "news", **{"Last-Event-ID": last_id})
+    assert [
+        data["points"]["loss"]["x"]["step"] for name, data in later_events if name == "news"
+    ] == [[5]]
     shutil.rmtree(run.path)
 
 
@@ -324,13 +326,13 @@ def test_a_server_started_anew_goes_on_where_the_other_one_left_off(
     with Recorder(events_file) as record:
         with dashboard(tmp_path, "--port", "0") as (address, _), asking(address) as client:
             record.write(train(41, 0.7))
-            told = events(client, query, "news")
-        last_id = [data["id"] for name, data in told if name == "id"][-1]
+            stream_events = events(client, query, "news")
+        last_id = [data["id"] for name, data in stream_events if name == "id"][-1]
         record.write(train(42, 0.6))
         with dashboard(tmp_path, "--port", "0") as (address, _), asking(address) as client:
-            again = events(client, query, "news", **{"Last-Event-ID": last_id})
-    assert [d["points"]["loss"]["x"]["step"] for n, d in again if n == "news"] == [[42]]
-    assert next(data for name, data in again if name == "runs")["all"] is True
+            later_events = events(client, query, "news", **{"Last-Event-ID": last_id})
+    assert [d["points"]["loss"]["x"]["step"] for n, d in later_events if n == "news"] == [[42]]
+    assert next(data for name, data in later_events if name == "runs")["all"] is True
 
 
 def test_a_resume_is_told_between_the_points_before_and_after_it(
@@ -359,12 +361,12 @@ def test_runs_that_appear_change_and_go_are_told(tmp_path: Path) -> None:
     with dashboard(runs, "--port", "0") as (address, _), asking(address) as site:
         list_runs = site.get("/api/runs").json()
         assert list_runs["rows"] == []
-        seen = list_runs["seen"]
+        version = list_runs["seen"]
 
         def next_change() -> dict:
-            nonlocal seen
-            change = events(site, f"seen={seen}", "runs")[-1][1]
-            seen = change["seen"]
+            nonlocal version
+            change = events(site, f"seen={version}", "runs")[-1][1]
+            version = change["seen"]
             return change
 
         run = make_run(runs, "new-hhhhh", steps=2)
@@ -383,12 +385,12 @@ def test_a_rank_s_log_is_followed(site: httpx.Client, folder: Path) -> None:
     offset = site.get("/api/runs/grow-aaaaa/logs/0").json()["offset"]
     with run.log(0).open("a") as log:
         log.write("a new line\nhalf a li")
-    told = events(site, f"log=grow-aaaaa/0:{offset}", "log")[-1][1]
-    assert told["text"] == "a new line\n"
+    chunk = events(site, f"log=grow-aaaaa/0:{offset}", "log")[-1][1]
+    assert chunk["text"] == "a new line\n"
     with run.log(0).open("a") as log:
         log.write("ne\n")
-    told = events(site, f"log=grow-aaaaa/0:{told['offset']}", "log")[-1][1]
-    assert told["text"] == "half a line\n"
+    chunk = events(site, f"log=grow-aaaaa/0:{chunk['offset']}", "log")[-1][1]
+    assert chunk["text"] == "half a line\n"
 
 
 def test_a_page_far_behind_is_told_to_read_anew(site: httpx.Client, folder: Path) -> None:
@@ -401,7 +403,7 @@ def test_a_page_far_behind_is_told_to_read_anew(site: httpx.Client, folder: Path
 
 
 @contextmanager
-def connected(
+def raw_connections(
     serving: AbstractContextManager[str],
 ) -> Iterator[tuple[str, Callable[..., socket.socket]]]:
     """The address of a dashboard, and what opens a bare connection to it."""
@@ -409,14 +411,14 @@ def connected(
         address = stack.enter_context(serving)
         port = httpx.URL(address).port
 
-        def connect(sent: bytes, receives: int = 0) -> socket.socket:
-            made = stack.enter_context(socket.socket())
+        def connect(request: bytes, receives: int = 0) -> socket.socket:
+            client_socket = stack.enter_context(socket.socket())
             if receives:
-                made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receives)
-            made.settimeout(30)
-            made.connect(("127.0.0.1", port))
-            made.sendall(sent)
-            return made
+                client_socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receives)
+            client_socket.settimeout(30)
+            client_socket.connect(("127.0.0.1", port))
+            client_socket.sendall(request)
+            return client_socket
 
         yield address, connect
 
@@ -431,23 +433,23 @@ NOT_WHOLE = (
 
 
 def test_a_request_that_does_not_come_whole_is_given_up(folder: Path) -> None:
-    with connected(serve_dashboard(folder)) as (_, connect):
-        begun = time.monotonic()
-        for made in [connect(sent) for sent in NOT_WHOLE]:
+    with raw_connections(serve_dashboard(folder)) as (_, connect):
+        start = time.monotonic()
+        for client_socket in [connect(request) for request in NOT_WHOLE]:
             with suppress(ConnectionResetError):
-                while made.recv(1 << 16):
+                while client_socket.recv(1 << 16):
                     pass
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - start < 10
 
 
 def test_connections_are_limited_in_number(folder: Path) -> None:
-    with connected(serve_dashboard(folder)) as (address, connect):
-        held = [connect(b"GET / HT") for _ in range(connection.MAX_CONNECTIONS)]
+    with raw_connections(serve_dashboard(folder)) as (address, connect):
+        sockets = [connect(b"GET / HT") for _ in range(connection.MAX_CONNECTIONS)]
         one_more = connect(b"")
         with suppress(ConnectionResetError):
             assert one_more.recv(1) == b""
-        for each in held:
-            each.close()
+        for client_socket in sockets:
+            client_socket.close()
         with asking(address) as client:
             assert client.get("/api/runs").status_code == 200
 
@@ -459,20 +461,20 @@ def test_a_stream_that_nobody_reads_is_closed(
     if not FULL:
         monkeypatch.setattr(connection, "STUCK_S", 3.0)
     run = make_run(tmp_path, "grow-aaaaa", steps=3)
-    with connected(serve_dashboard(tmp_path)) as (address, connect):
+    with raw_connections(serve_dashboard(tmp_path)) as (address, connect):
         path, _, token = address.partition("?token=")
         port = httpx.URL(path).port
         query = f"run=grow-aaaaa:{run.events.stat().st_size}&metric=loss"
-        made = connect(
+        client_socket = connect(
             f"GET /api/stream?{query} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n"
             f"Authorization: Bearer {token}\r\n\r\n".encode(),
             receives=4096,
         )
-        begun = time.monotonic()
+        start = time.monotonic()
         steps = count(4)
         with Recorder(run.events) as record:
-            while is_open(made, port):
-                assert time.monotonic() - begun < 4 * connection.STUCK_S
+            while is_open(client_socket, port):
+                assert time.monotonic() - start < 4 * connection.STUCK_S
                 # Little by little: of a record that grew by megabytes at once, the page is only
                 # told to read it anew, which the receiver's own buffer may hold.
                 for step in islice(steps, 100):
@@ -480,15 +482,15 @@ def test_a_stream_that_nobody_reads_is_closed(
                 time.sleep(0.1)
 
 
-def is_open(made: socket.socket, port: int) -> bool:
+def is_open(client_socket: socket.socket, port: int) -> bool:
     """Whether the other end of a connection is open, as the system has it."""
-    mine = made.getsockname()[1]
+    client_port = client_socket.getsockname()[1]
     return any(
-        each.laddr
-        and each.raddr
-        and (each.laddr.port, each.raddr.port) == (port, mine)
-        and each.status == psutil.CONN_ESTABLISHED
-        for each in psutil.net_connections("tcp4")
+        entry.laddr
+        and entry.raddr
+        and (entry.laddr.port, entry.raddr.port) == (port, client_port)
+        and entry.status == psutil.CONN_ESTABLISHED
+        for entry in psutil.net_connections("tcp4")
     )
 
 

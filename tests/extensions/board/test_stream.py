@@ -24,15 +24,15 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def stream(run: RunDir, is_ending: bool = False) -> live.EventStream:
-    asked = QueryParams([("run", f"{run.path.name}:0"), ("metric", "loss")])
+    params = QueryParams([("run", f"{run.path.name}:0"), ("metric", "loss")])
     return live.page_stream(
-        Catalog(run.path.parent, catalog_row, unread_row), asked, "", lambda: is_ending
+        Catalog(run.path.parent, catalog_row, unread_row), params, "", lambda: is_ending
     )
 
 
-async def request_then_nothing(told: list[Message]) -> Message:
-    if told:
-        return told.pop()
+async def request_then_nothing(messages: list[Message]) -> Message:
+    if messages:
+        return messages.pop()
     await asyncio.Event().wait()
     raise AssertionError
 
@@ -40,43 +40,43 @@ async def request_then_nothing(told: list[Message]) -> Message:
 def test_for_a_page_that_takes_nothing_nothing_is_gathered_until_its_connection_is_dropped(
     run: RunDir,
 ) -> None:
-    sent: list[Message] = []
+    sent_messages: list[Message] = []
 
     async def go() -> None:
-        dropped = asyncio.Event()
+        disconnect = asyncio.Event()
 
         async def stuck(message: Message) -> None:
-            sent.append(message)
-            if len(sent) > 1:
-                asyncio.get_running_loop().call_later(0.05, dropped.set)
-                await dropped.wait()
+            sent_messages.append(message)
+            if len(sent_messages) > 1:
+                asyncio.get_running_loop().call_later(0.05, disconnect.set)
+                await disconnect.wait()
 
         async def receive() -> Message:
-            await dropped.wait()
+            await disconnect.wait()
             return {"type": "http.disconnect"}
 
         await asyncio.wait_for(stream(run)(SCOPE, receive, stuck), 5)
 
     asyncio.run(go())
-    assert [message.get("more_body") for message in sent] == [None, True, None]
+    assert [message.get("more_body") for message in sent_messages] == [None, True, None]
 
 
 @pytest.mark.parametrize("why", ["page", "server"])
 def test_it_ends_with_its_page_and_with_its_server(run: RunDir, why: str) -> None:
-    sent: list[Message] = []
+    sent_messages: list[Message] = []
 
     async def send(message: Message) -> None:
-        sent.append(message)
+        sent_messages.append(message)
 
     async def go() -> None:
-        told: list[Message] = [{"type": "http.disconnect"}] if why == "page" else []
-        told.append({"type": "http.request"})
-        made = stream(run, is_ending=why == "server")
-        await asyncio.wait_for(made(SCOPE, lambda: request_then_nothing(told), send), 5)
+        messages: list[Message] = [{"type": "http.disconnect"}] if why == "page" else []
+        messages.append({"type": "http.request"})
+        event_stream = stream(run, is_ending=why == "server")
+        await asyncio.wait_for(event_stream(SCOPE, lambda: request_then_nothing(messages), send), 5)
 
     asyncio.run(go())
-    assert sent[0]["status"] == 200
-    assert not sent[-1].get("more_body", False)
+    assert sent_messages[0]["status"] == 200
+    assert not sent_messages[-1].get("more_body", False)
 
 
 def test_a_place_in_an_unknown_form_is_the_beginning(run: RunDir) -> None:
@@ -105,12 +105,12 @@ def test_a_page_that_is_far_behind_misses_no_line_after_its_curves_are_read_agai
 
 def test_what_was_told_is_not_told_again(run: RunDir) -> None:
     catalog = Catalog(run.path.parent, catalog_row, unread_row)
-    asked = QueryParams([("run", "one-aaaaa:0"), ("run", "gone:7"), ("metric", "loss")])
-    news = live.PageUpdates(catalog, asked)
+    params = QueryParams([("run", "one-aaaaa:0"), ("run", "gone:7"), ("metric", "loss")])
+    news = live.PageUpdates(catalog, params)
     assert news.poll()
     assert news.poll() == []
     with Recorder(run.events) as record:
         record.write(train(6, 1.0))
-    again = live.PageUpdates(catalog, asked, news.id)
-    assert [part.count(b'"step":[6]') for part in again.poll()] == [1]
-    assert again.poll() == []
+    later_updates = live.PageUpdates(catalog, params, news.id)
+    assert [part.count(b'"step":[6]') for part in later_updates.poll()] == [1]
+    assert later_updates.poll() == []

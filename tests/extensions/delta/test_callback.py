@@ -31,7 +31,7 @@ SAMPLES = [
 def train(tmp_path: Path) -> Train:
     """Trains a GPT-2 with a chain in `deltas`."""
 
-    def trained(*, resume: str | None = None, frozen: str = "", **options: Any) -> Trainer:
+    def run_training(*, resume: str | None = None, frozen: str = "", **options: Any) -> Trainer:
         set_seed(1)
         model = GPT2LMHeadModel(
             GPT2Config(n_layer=1, n_head=1, n_embd=8, n_positions=8, vocab_size=17, **TOKENS)
@@ -59,14 +59,14 @@ def train(tmp_path: Path) -> Train:
         trainer.train(resume_from_checkpoint=resume)
         return trainer
 
-    return trained
+    return run_training
 
 
 def steps(folder: Path) -> list[tuple[int, bool]]:
     return [(link.step, link.kind == "anchor") for link in links(folder)]
 
 
-def saved(path: Path) -> dict[str, Tensor]:
+def saved_weights(path: Path) -> dict[str, Tensor]:
     return load_file(path / "model.safetensors")
 
 
@@ -78,9 +78,14 @@ def test_links_hold_the_weights_of_the_trainers_own_checkpoints(
     assert steps(folder) == [(n, n == 0) for n in range(7)]
     verify_chain(folder)
     for step in (3, 6):
-        ours, theirs = load_state(folder, step), saved(tmp_path / "out" / f"checkpoint-{step}")
-        assert ours.keys() == {*theirs, "lm_head.weight"}
-        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        chain_state, checkpoint_state = (
+            load_state(folder, step),
+            saved_weights(tmp_path / "out" / f"checkpoint-{step}"),
+        )
+        assert chain_state.keys() == {*checkpoint_state, "lm_head.weight"}
+        assert all(
+            torch.equal(chain_state[name], checkpoint_state[name]) for name in checkpoint_state
+        )
 
 
 def test_tied_weights_are_stored_once_and_load_into_the_model(train: Train, tmp_path: Path) -> None:
@@ -97,7 +102,7 @@ def test_tied_weights_are_stored_once_and_load_into_the_model(train: Train, tmp_
 def test_resume_from_checkpoint_goes_on_with_the_chain(train: Train, tmp_path: Path) -> None:
     train(max_steps=3, lr_scheduler_type="constant")
     last = str(tmp_path / "out" / "checkpoint-3")
-    whole = train(resume=last, lr_scheduler_type="constant").model.state_dict()
+    expected = train(resume=last, lr_scheduler_type="constant").model.state_dict()
     folder = tmp_path / "deltas"
     assert steps(folder) == [(n, n == 0) for n in range(7)]
     before = links(folder)
@@ -106,7 +111,7 @@ def test_resume_from_checkpoint_goes_on_with_the_chain(train: Train, tmp_path: P
     assert steps(folder)[7:] == [(3, True), (4, False), (5, False), (6, False)]
     verify_chain(folder)
     for number in (6, 10):
-        assert all(torch.equal(whole[name], w) for name, w in load_state(folder, number).items())
+        assert all(torch.equal(expected[name], w) for name, w in load_state(folder, number).items())
 
 
 def test_frozen_parameters_are_in_the_anchor_and_never_change(train: Train, tmp_path: Path) -> None:
@@ -119,8 +124,8 @@ def test_frozen_parameters_are_in_the_anchor_and_never_change(train: Train, tmp_
 
 def test_weights_are_rounded_to_the_precision_of_the_training(train: Train, tmp_path: Path) -> None:
     model = train(bf16=True).model
-    stored = load_state(tmp_path / "deltas", 6)
-    assert all(torch.equal(w, model.state_dict()[n].bfloat16()) for n, w in stored.items())
+    state = load_state(tmp_path / "deltas", 6)
+    assert all(torch.equal(w, model.state_dict()[n].bfloat16()) for n, w in state.items())
 
 
 def test_a_delta_that_cannot_be_saved_ends_the_training(train: Train, tmp_path: Path) -> None:

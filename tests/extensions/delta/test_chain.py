@@ -47,10 +47,13 @@ def test_every_state_comes_back_bit_for_bit(chain: Path, tmp_path: Path) -> None
 
 def test_growth_starts_a_new_anchor(chain: Path) -> None:
     save(chain, 2)
-    grown = load_state(chain) | {"embedding": torch.zeros(64, 32), "layer.1.weight": torch.ones(3)}
-    assert append(chain, 20, grown, load_state(chain)).kind == "anchor"
-    assert append(chain, 30, grown, grown).kind == "delta"
-    assert same(load_state(chain, 3), grown)
+    larger_state = load_state(chain) | {
+        "embedding": torch.zeros(64, 32),
+        "layer.1.weight": torch.ones(3),
+    }
+    assert append(chain, 20, larger_state, load_state(chain)).kind == "anchor"
+    assert append(chain, 30, larger_state, larger_state).kind == "delta"
+    assert same(load_state(chain, 3), larger_state)
     verify_chain(chain)
 
 
@@ -111,9 +114,9 @@ def test_another_writer_is_waited_for(chain: Path) -> None:
     append(chain, 0, state, None)
     with ThreadPoolExecutor(1) as threads:
         with folders.lock_chain(chain):
-            saved = threads.submit(append, chain, 1, state, state)
+            future = threads.submit(append, chain, 1, state, state)
             assert [link.number for link in links(chain)] == [0]
-        assert saved.result().number == 1
+        assert future.result().number == 1
 
 
 @pytest.mark.parametrize("failing", ["rename", "sync_folder", "write_synced"])
@@ -176,11 +179,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-def swap(one: Path, two: Path) -> None:
-    aside = one.with_name("aside")
-    one.rename(aside)
-    two.rename(one)
-    aside.rename(two)
+def swap(left: Path, right: Path) -> None:
+    spare = left.with_name("aside")
+    left.rename(spare)
+    right.rename(left)
+    spare.rename(right)
 
 
 def other(at: Path) -> Path:
@@ -195,27 +198,27 @@ def other(at: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("damage", "named"), DAMAGES.values(), ids=DAMAGES)
+@pytest.mark.parametrize(("damage", "pattern"), DAMAGES.values(), ids=DAMAGES)
 def test_every_damage_to_the_chain_is_named(
-    chain: Path, damage: Callable[[Path], object], named: str
+    chain: Path, damage: Callable[[Path], object], pattern: str
 ) -> None:
     save(chain, 8)
     damage(chain)
-    with pytest.raises(CheckpointError, match=named):
+    with pytest.raises(CheckpointError, match=pattern):
         verify_chain(chain)
 
 
 @pytest.mark.parametrize("name", ["anchor-0.safetensors", "link-1.delta", "link-2.delta", INDEX])
 def test_any_flipped_byte_is_found_and_its_file_named(chain: Path, name: str) -> None:
     save(chain, 3)
-    whole = (chain / name).read_bytes()
-    for at in range(0, len(whole), max(1, len(whole) // 60)):
-        damaged = bytearray(whole)
-        damaged[at] ^= 1 << at % 8
-        (chain / name).write_bytes(damaged)
+    content = (chain / name).read_bytes()
+    for at in range(0, len(content), max(1, len(content) // 60)):
+        corrupt_content = bytearray(content)
+        corrupt_content[at] ^= 1 << at % 8
+        (chain / name).write_bytes(corrupt_content)
         with pytest.raises(CheckpointError, match=name):
             verify_chain(chain)
-    (chain / name).write_bytes(whole)
+    (chain / name).write_bytes(content)
     verify_chain(chain)
 
 
@@ -249,5 +252,5 @@ def test_weights_that_become_tied_or_separate_begin_a_new_anchor(tmp_path: Path)
     ]
     verify_chain(tmp_path / "chain")
     for number, state in enumerate([separate, tied, tied, separate]):
-        found = load_state(tmp_path / "chain", number)
-        assert all(torch.equal(found[name], state[name]) for name in state)
+        actual = load_state(tmp_path / "chain", number)
+        assert all(torch.equal(actual[name], state[name]) for name in state)

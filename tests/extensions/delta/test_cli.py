@@ -27,13 +27,13 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def output_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     capsys.readouterr()
     assert main(["delta", *arguments]) == 0
     return capsys.readouterr().out
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def refusal_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """What a command says on stderr that must end with exit code 3, in an unchanged folder."""
     before = sorted(Path.cwd().rglob("*"))
     capsys.readouterr()
@@ -47,13 +47,13 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_create_and_apply_give_the_same_bits(
     capsys: pytest.CaptureFixture[str], values: str
 ) -> None:
-    text = said(
+    text = output_of(
         capsys, "create", "old.safetensors", "new.safetensors", "d.delta", "--values", values
     )
     assert "x smaller" in text
-    said(capsys, "apply", "old.safetensors", "d.delta", "out.safetensors")
+    output_of(capsys, "apply", "old.safetensors", "d.delta", "out.safetensors")
     assert same(load_file("out.safetensors"), load_file("new.safetensors"))
-    assert "whole" in said(capsys, "verify", "d.delta")
+    assert "whole" in output_of(capsys, "verify", "d.delta")
 
 
 @pytest.mark.usefixtures("place")
@@ -61,10 +61,12 @@ def test_absolute_values_may_be_applied_twice_and_steps_may_not(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for values in ("steps", "absolute"):
-        said(capsys, "create", "old.safetensors", "new.safetensors", values, "--values", values)
-    said(capsys, "apply", "new.safetensors", "absolute", "out.safetensors")
+        output_of(
+            capsys, "create", "old.safetensors", "new.safetensors", values, "--values", values
+        )
+    output_of(capsys, "apply", "new.safetensors", "absolute", "out.safetensors")
     assert same(load_file("out.safetensors"), load_file("new.safetensors"))
-    error = refused(capsys, "apply", "new.safetensors", "steps", "again.safetensors")
+    error = refusal_of(capsys, "apply", "new.safetensors", "steps", "again.safetensors")
     assert "new.safetensors: has the hash" in error
 
 
@@ -80,11 +82,11 @@ def test_a_folder_of_several_files_is_one_state(capsys: pytest.CaptureFixture[st
     weight_map = {name: file for file, part in parts.items() for name in part}
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    said(capsys, "create", "old.safetensors", "model", "d.delta")
-    said(capsys, "apply", "old.safetensors", "d.delta", "out.safetensors")
+    output_of(capsys, "create", "old.safetensors", "model", "d.delta")
+    output_of(capsys, "apply", "old.safetensors", "d.delta", "out.safetensors")
     assert same(load_file("out.safetensors"), state)
     index.write_text(json.dumps({"weight_map": {"a": "../old.safetensors"}}))
-    assert "not the name of a file" in refused(capsys, "create", "old.safetensors", "model", "e")
+    assert "not the name of a file" in refusal_of(capsys, "create", "old.safetensors", "model", "e")
 
 
 @pytest.mark.usefixtures("place")
@@ -95,14 +97,14 @@ def test_tensors_that_differ_otherwise_are_all_named(capsys: pytest.CaptureFixtu
     other["mask"] = other["mask"].to(torch.uint8)
     other["added"] = torch.ones(2)
     save_file(other, "other.safetensors")
-    error = refused(capsys, "create", "old.safetensors", "other.safetensors", "d.delta")
+    error = refusal_of(capsys, "create", "old.safetensors", "other.safetensors", "d.delta")
     for text in ("scale is missing in other", "added is missing in old", "I64 [7]", "U8 [3]"):
         assert text in error
 
 
 @pytest.mark.usefixtures("place")
 def test_bad_input_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    said(capsys, "create", "old.safetensors", "new.safetensors", "d.delta")
+    output_of(capsys, "create", "old.safetensors", "new.safetensors", "d.delta")
     Path("text").write_text("hello")
     Path("short").write_bytes(Path("d.delta").read_bytes()[:-1])
     for arguments, text in (
@@ -117,60 +119,60 @@ def test_bad_input_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> Non
         (["info", "old.safetensors"], "not an anchor"),
         (["squash", "deltas", "4", "6"], "cannot be squashed"),
     ):
-        assert text in refused(capsys, *arguments)
+        assert text in refusal_of(capsys, *arguments)
 
 
 @pytest.mark.usefixtures("place")
 def test_log_lists_states_and_with_stats_their_layers(capsys: pytest.CaptureFixture[str]) -> None:
-    rows: list[dict[str, Any]] = json.loads(said(capsys, "log", "deltas", "--stats", "--json"))
+    rows: list[dict[str, Any]] = json.loads(output_of(capsys, "log", "deltas", "--stats", "--json"))
     assert [row["number"] for row in rows] == list(range(8))
     assert rows[0]["kind"] == "anchor"
     assert 0 < rows[3]["density"] < 1
     assert 0 <= rows[3]["overlap"] < 1
     assert rows[3]["layers"]["layer.0"]["changed"] > 0
-    text = said(capsys, "log", "deltas", "--stats")
+    text = output_of(capsys, "log", "deltas", "--stats")
     assert "overlap" in text
     assert "layer.0" in text
-    assert said(capsys, "log", "deltas", "--plot", "deltas.svg") == text
+    assert output_of(capsys, "log", "deltas", "--plot", "deltas.svg") == text
     assert "layer.0" in Path("deltas.svg").read_text()
 
 
 @pytest.mark.usefixtures("place")
 def test_info_names_what_a_file_holds(capsys: pytest.CaptureFixture[str]) -> None:
-    facts = json.loads(said(capsys, "info", "deltas/link-2.delta", "--tensors", "--json"))
-    before = json.loads(said(capsys, "info", "deltas/link-1.delta", "--json"))
+    facts = json.loads(output_of(capsys, "info", "deltas/link-2.delta", "--tensors", "--json"))
+    before = json.loads(output_of(capsys, "info", "deltas/link-1.delta", "--json"))
     assert facts["number"] == 2
     assert facts["base"] == before["result"]
     assert facts["tensors"]["embedding"]["changed"] > 0
-    assert "anchor" in said(capsys, "info", "deltas/anchor-0.safetensors")
+    assert "anchor" in output_of(capsys, "info", "deltas/anchor-0.safetensors")
 
 
 @pytest.mark.usefixtures("place")
 def test_a_chain_is_checked_out_squashed_and_cleaned(capsys: pytest.CaptureFixture[str]) -> None:
-    said(capsys, "checkout", "deltas", "a.safetensors", "--step", "30")
-    said(capsys, "squash", "deltas", "1", "3")
-    said(capsys, "checkout", "deltas", "b.safetensors", "--link", "3")
+    output_of(capsys, "checkout", "deltas", "a.safetensors", "--step", "30")
+    output_of(capsys, "squash", "deltas", "1", "3")
+    output_of(capsys, "checkout", "deltas", "b.safetensors", "--link", "3")
     assert Path("a.safetensors").read_bytes() == Path("b.safetensors").read_bytes()
-    assert "1-3" in said(capsys, "log", "deltas")
-    assert "removed 3 files" in said(capsys, "gc", "deltas", "--keep-from", "7")
-    assert json.loads(said(capsys, "verify", "deltas", "--json"))["first"] == 5
+    assert "1-3" in output_of(capsys, "log", "deltas")
+    assert "removed 3 files" in output_of(capsys, "gc", "deltas", "--keep-from", "7")
+    assert json.loads(output_of(capsys, "verify", "deltas", "--json"))["first"] == 5
     Path("deltas/index.json").unlink()
-    said(capsys, "gc", "deltas", "--rebuild-index")
-    said(capsys, "verify", "deltas")
+    output_of(capsys, "gc", "deltas", "--rebuild-index")
+    output_of(capsys, "verify", "deltas")
 
 
 @pytest.mark.usefixtures("place")
 def test_a_run_stands_for_its_chain(capsys: pytest.CaptureFixture[str]) -> None:
     Path("run").mkdir()
-    assert "neither a chain" in refused(capsys, "log", "run")
+    assert "neither a chain" in refusal_of(capsys, "log", "run")
     Path("deltas").rename("run/deltas")
-    assert "anchor" in said(capsys, "log", "run")
+    assert "anchor" in output_of(capsys, "log", "run")
 
 
 @pytest.mark.usefixtures("place")
 def test_a_damaged_chain_ends_in_3(capsys: pytest.CaptureFixture[str]) -> None:
     Path("deltas/link-6.delta").unlink()
-    assert "number 6 is missing" in refused(capsys, "verify", "deltas")
+    assert "number 6 is missing" in refusal_of(capsys, "verify", "deltas")
 
 
 @pytest.mark.usefixtures("place")
@@ -190,11 +192,11 @@ def test_export_loads_in_transformers(capsys: pytest.CaptureFixture[str]) -> Non
     model = LlamaForCausalLM(config).bfloat16()
     model.save_pretrained("model")
     append(Path("tied"), 0, model.state_dict(), None)
-    said(capsys, "export", "tied", "exported", "--like", "model")
-    found = LlamaForCausalLM.from_pretrained("exported")
-    assert same(dict(found.state_dict()), dict(model.state_dict()))
-    saved = load_file("model/model.safetensors").keys()
-    assert load_file("exported/model.safetensors").keys() == saved
+    output_of(capsys, "export", "tied", "exported", "--like", "model")
+    loaded_model = LlamaForCausalLM.from_pretrained("exported")
+    assert same(dict(loaded_model.state_dict()), dict(model.state_dict()))
+    expected_keys = load_file("model/model.safetensors").keys()
+    assert load_file("exported/model.safetensors").keys() == expected_keys
 
 
 @pytest.mark.usefixtures("place")
@@ -245,11 +247,11 @@ def test_export_refuses_a_state_that_is_not_of_the_model_beside_whose_config_it_
         ("good", "tied-model", "lm_head.weight is not in tied-model"),
         ("good", "edited", "has the shape (32, 16), not (64, 16)"),
     ):
-        assert reason in refused(capsys, "export", chain, "exported", "--like", like)
+        assert reason in refusal_of(capsys, "export", chain, "exported", "--like", like)
     for like in ("model", "config"):
-        said(capsys, "export", "good", f"as-{like}", "--like", like)
-        found = LlamaForCausalLM.from_pretrained(f"as-{like}")
-        assert same(dict(found.state_dict()), states["good"])
+        output_of(capsys, "export", "good", f"as-{like}", "--like", like)
+        loaded_model = LlamaForCausalLM.from_pretrained(f"as-{like}")
+        assert same(dict(loaded_model.state_dict()), states["good"])
 
 
 def test_the_commands_on_files_import_no_torch(place: Path) -> None:

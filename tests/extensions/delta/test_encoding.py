@@ -30,7 +30,7 @@ def pairs(dtype: str) -> st.SearchStrategy[tuple[Words, Words]]:
     def other(old: Words) -> st.SearchStrategy[tuple[Words, Words]]:
         mask = arrays(bool, old.size, elements=st.booleans())
         new = arrays(dtype, old.size)
-        return st.tuples(mask, new).map(lambda both: (old, np.where(both[0], both[1], old)))
+        return st.tuples(mask, new).map(lambda pair: (old, np.where(pair[0], pair[1], old)))
 
     return st.integers(0, 40).flatmap(lambda size: arrays(dtype, size)).flatmap(other)
 
@@ -69,46 +69,48 @@ def test_a_step_of_one_unit_is_one_byte_whatever_the_sign_and_exponent() -> None
     assert len(difference.values) == 1
 
 
-def drifted(share: float, size: int = 1 << 18) -> tuple[Words, Words]:
+def weight_drift(share: float, size: int = 1 << 18) -> tuple[Words, Words]:
     """bf16 weights, and the same with steps of one unit at random places."""
     chance = np.random.default_rng(0)
     old = (chance.normal(0, 0.02, size).astype(np.float32).view(np.uint32) >> 16).astype("<u2")
     new = old.copy()
-    changed = chance.random(size) < share
-    new[changed] += chance.choice(np.array([1, 65535], "<u2"), np.count_nonzero(changed))
+    mask = chance.random(size) < share
+    new[mask] += chance.choice(np.array([1, 65535], "<u2"), np.count_nonzero(mask))
     return old, new
 
 
-@pytest.mark.parametrize(("share", "least"), [(0.002, 500), (0.012, 124), (0.075, 27), (0.5, 7)])
-def test_small_drift_is_small(share: float, least: float) -> None:
-    old, new = drifted(share)
+@pytest.mark.parametrize(
+    ("share", "min_ratio"), [(0.002, 500), (0.012, 124), (0.075, 27), (0.5, 7)]
+)
+def test_small_drift_is_small(share: float, min_ratio: float) -> None:
+    old, new = weight_drift(share)
     difference = encode_block(old, new, Coding(True))
     assert difference is not None
-    assert old.nbytes / difference.size_bytes > least
+    assert old.nbytes / difference.size_bytes > min_ratio
 
 
 @pytest.mark.parametrize("absolute", [False, True])
 def test_many_changes_are_dense_and_few_are_not(absolute: bool) -> None:
-    few, most = (
-        encode_block(*drifted(0.1), Coding(True, absolute)),
-        encode_block(*drifted(1), Coding(True)),
+    sparse, dense = (
+        encode_block(*weight_drift(0.1), Coding(True, absolute)),
+        encode_block(*weight_drift(1), Coding(True)),
     )
-    assert few is not None
-    assert most is not None
-    assert few.gaps is not None
-    assert most.gaps is None
+    assert sparse is not None
+    assert dense is not None
+    assert sparse.gaps is not None
+    assert dense.gaps is None
 
 
 @pytest.mark.parametrize("share", [0.01, 0.5, 0.99])
 def test_changed_words_are_known_without_the_words(share: float) -> None:
-    old, new = drifted(share, 1000)
+    old, new = weight_drift(share, 1000)
     difference = encode_block(old, new, Coding(True))
     assert difference is not None
     assert np.array_equal(changed_mask(difference, 1000), old != new)
 
 
 def test_new_words_can_be_written_twice_and_over_some_of_themselves() -> None:
-    old, new = drifted(0.05, 1000)
+    old, new = weight_drift(0.05, 1000)
     coding = Coding(True, absolute=True)
     difference = encode_block(old, new, coding)
     assert difference is not None

@@ -22,9 +22,9 @@ def test_a_chain_is_drawn_with_its_steps_and_layers_and_always_alike(tmp_path: P
                 tensor[step:] = base[name][step:]
         append(tmp_path / "deltas", step, tensors, base)
         base = tensors
-    found = statistics(tmp_path / "deltas")
-    picture = deltas_picture(found, "deltas", "svg")
-    assert picture == deltas_picture(found, "deltas", "svg")
+    link_statistics = statistics(tmp_path / "deltas")
+    picture = deltas_picture(link_statistics, "deltas", "svg")
+    assert picture == deltas_picture(link_statistics, "deltas", "svg")
     text = picture.decode()
     for label in ("deltas", "blocks.0", "blocks.2", "share of weights changed", "overlap"):
         assert f"<!-- {label}" in text

@@ -36,7 +36,7 @@ Make = Callable[..., Trainer]
 DELTAS = ("checkpoint.delta.every=2", "checkpoint.delta.anchor_every=3")
 
 
-def trained(run: Trainer) -> Trainer:
+def train_and_save(run: Trainer) -> Trainer:
     run.train()
     run.save("the end", must=True)
     finish_extensions(run.state, run.parts)
@@ -56,14 +56,14 @@ def link_of(folder: Path, step: int) -> Link:
     return [link for link in links(folder) if link.step == step][-1]
 
 
-def same_bits(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
-    return ours.keys() == theirs.keys() and all(
-        tensor.dtype == theirs[name].dtype
-        and tensor.shape == theirs[name].shape
+def same_bits(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return actual.keys() == expected.keys() and all(
+        tensor.dtype == expected[name].dtype
+        and tensor.shape == expected[name].shape
         and torch.equal(
-            tensor.reshape(-1).view(torch.uint8), theirs[name].reshape(-1).view(torch.uint8)
+            tensor.reshape(-1).view(torch.uint8), expected[name].reshape(-1).view(torch.uint8)
         )
-        for name, tensor in ours.items()
+        for name, tensor in actual.items()
     )
 
 
@@ -72,7 +72,7 @@ def saved_weights(root: Path, step: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("precision", "dtype", "stored"),
+    ("precision", "dtype", "storage_dtype"),
     [
         ("fp32", "auto", torch.float32),
         ("bf16", "auto", torch.bfloat16),
@@ -81,9 +81,9 @@ def saved_weights(root: Path, step: int) -> dict[str, Tensor]:
     ],
 )
 def test_a_checkpoint_and_the_delta_of_its_step_hold_the_same_weights(
-    trainer: Make, precision: str, dtype: str, stored: torch.dtype
+    trainer: Make, precision: str, dtype: str, storage_dtype: torch.dtype
 ) -> None:
-    run = trained(
+    run = train_and_save(
         trainer(
             *DELTAS,
             f"precision={precision}",
@@ -98,17 +98,17 @@ def test_a_checkpoint_and_the_delta_of_its_step_hold_the_same_weights(
     verify_chain(folder)
     for step in (4, 8):
         weights = saved_weights(run.parts.saver.root, step)
-        rounded = {name: tensor.to(stored) for name, tensor in weights.items()}
-        assert same_bits(load_state(folder, link_of(folder, step).number), rounded)
+        expected = {name: tensor.to(storage_dtype) for name, tensor in weights.items()}
+        assert same_bits(load_state(folder, link_of(folder, step).number), expected)
 
 
 def test_deltas_are_recorded_with_their_density_and_are_curves(
     trainer: Make, tmp_path: Path
 ) -> None:
-    trained(trainer("checkpoint.delta.every=1", "checkpoint.delta.dtype=bf16"))
-    found = [e for e in read_events(tmp_path / "events.jsonl") if isinstance(e, Delta)]
-    assert [(event.step, event.number) for event in found] == [(n, n) for n in range(9)]
-    first, second, third = found[:3]
+    train_and_save(trainer("checkpoint.delta.every=1", "checkpoint.delta.dtype=bf16"))
+    events = [e for e in read_events(tmp_path / "events.jsonl") if isinstance(e, Delta)]
+    assert [(event.step, event.number) for event in events] == [(n, n) for n in range(9)]
+    first, second, third = events[:3]
     assert (first.anchor, first.density, first.layers) == (True, None, {})
     assert second.density is not None
     assert 0 < second.density < 1
@@ -127,34 +127,34 @@ def test_deltas_are_recorded_with_their_density_and_are_curves(
 def test_training_is_the_same_with_deltas(
     trainer: Make, losses: Callable[[str], list[float]]
 ) -> None:
-    trained(trainer("checkpoint.delta.every=1", name="with"))
+    train_and_save(trainer("checkpoint.delta.every=1", name="with"))
     trainer(name="without").train()
     assert losses("with") == losses("without")
 
 
 def test_growth_starts_an_anchor(trainer: Make) -> None:
     grows = "schedule=[{name: widen_mlp, value: x2, when: {at_step: 3}}]"
-    run = trained(trainer("checkpoint.delta.every=1", grows, "checkpoint.on_growth=true"))
+    run = train_and_save(trainer("checkpoint.delta.every=1", grows, "checkpoint.on_growth=true"))
     folder = folder_of(run)
     assert steps(folder) == [(n, n in (0, 3)) for n in range(9)]
-    stored = load_state(folder, link_of(folder, 3).number)
-    assert same_bits(stored, saved_weights(run.parts.saver.root, 3))
+    state = load_state(folder, link_of(folder, 3).number)
+    assert same_bits(state, saved_weights(run.parts.saver.root, 3))
 
 
 def test_a_resume_from_an_older_step_leaves_the_links_after_it_and_starts_an_anchor(
     trainer: Make,
 ) -> None:
-    run = trained(trainer("checkpoint.delta.every=1", "checkpoint.every_steps=4"))
+    run = train_and_save(trainer("checkpoint.delta.every=1", "checkpoint.every_steps=4"))
     folder, before = folder_of(run), links(folder_of(run))
-    again = trainer("checkpoint.delta.every=1", "optimizer.lr=3e-3", name="again")
-    again.parts.extensions[0].writer.folder = folder
-    restore(again, load_checkpoint(run.parts.saver.root / "checkpoints" / "step-4"))
-    trained(again)
+    resumed_run = trainer("checkpoint.delta.every=1", "optimizer.lr=3e-3", name="again")
+    resumed_run.parts.extensions[0].writer.folder = folder
+    restore(resumed_run, load_checkpoint(run.parts.saver.root / "checkpoints" / "step-4"))
+    train_and_save(resumed_run)
     assert links(folder)[: len(before)] == before
     assert steps(folder)[9:] == [(n, n == 4) for n in range(4, 9)]
     assert [link.number for link in links(folder)] == list(range(14))
     verify_chain(folder)
-    weights = {name: p.detach() for name, p in again.parts.stepper.parameters.items()}
+    weights = {name: p.detach() for name, p in resumed_run.parts.stepper.parameters.items()}
     assert same_bits(load_state(folder, links(folder)[-1].number), weights)
 
 
@@ -215,9 +215,9 @@ def test_a_missing_library_is_reported_before_the_run_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(config, "find_spec", lambda _: None)
-    loaded = load_config(None, ["checkpoint.delta.every=1"])
+    run_config = load_config(None, ["checkpoint.delta.every=1"])
     with pytest.raises(ConfigError, match=r"checkpoint.delta.*zstandard.*instar\[delta\]"):
-        preflight._check_place(loaded, 1)
+        preflight._check_place(run_config, 1)
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -225,19 +225,19 @@ def test_no_checkpoint_is_published_before_the_deltas_that_it_covers(
     trainer: Make, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
 ) -> None:
     """A run that resumes from it does not save them again: a kill between both would lose them."""
-    published: list[tuple[int, int]] = []
+    publications: list[tuple[int, int]] = []
     append, publish = writing.append, saving.publish_checkpoint
 
     def slowly(*arguments: Any, **options: Any) -> Link:
         threading.Event().wait(0.05)
         return append(*arguments, **options)
 
-    def noted(root: Path, step: int, *arguments: Any, **options: Any) -> Path:
-        published.append((step, max(link.step for link in links(root / "deltas"))))
+    def record_publish(root: Path, step: int, *arguments: Any, **options: Any) -> Path:
+        publications.append((step, max(link.step for link in links(root / "deltas"))))
         return publish(root, step, *arguments, **options)
 
     monkeypatch.setattr(writing, "append", slowly)
-    monkeypatch.setattr(saving, "publish_checkpoint", noted)
+    monkeypatch.setattr(saving, "publish_checkpoint", record_publish)
     settings = f"checkpoint.asynchronous={str(asynchronous).lower()}"
     run = trainer(
         "checkpoint.delta.every=1", "checkpoint.every_steps=2", "train.until=[6it]", settings
@@ -245,14 +245,14 @@ def test_no_checkpoint_is_published_before_the_deltas_that_it_covers(
     run.train()
     finish_extensions(run.state, run.parts)
     run.save("the end", must=True)
-    assert [step for step, _ in published][-1] == 6
-    assert all(delta >= step for step, delta in published), published
+    assert [step for step, _ in publications][-1] == 6
+    assert all(delta >= step for step, delta in publications), publications
 
 
 def test_a_chain_that_ends_before_the_latest_checkpoint_is_not_said_to_be_whole(
     trainer: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = trained(trainer("checkpoint.delta.every=1", "train.until=[4it]"))
+    run = train_and_save(trainer("checkpoint.delta.every=1", "train.until=[4it]"))
     folder = folder_of(run)
     assert main(["delta", "verify", str(folder)]) == 0
     assert "5 states, 0 to 4, are whole" in capsys.readouterr().out
@@ -265,15 +265,17 @@ def test_a_chain_that_ends_before_the_latest_checkpoint_is_not_said_to_be_whole(
         assert "step 4 is missing in the chain of deltas, before step-4" in error
         assert "whole" not in out
     assert main(["delta", "verify", "--json", str(folder)]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["whole"], found["gaps"]) == (False, [[4, 4]])
+    report = json.loads(capsys.readouterr().out)
+    assert (report["whole"], report["gaps"]) == (False, [[4, 4]])
 
 
 def test_export_refuses_the_state_of_another_shape_than_the_run_has(
     trainer: Make, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     grow = json.dumps([{"name": "widen_mlp", "value": 160, "when": {"at_step": 2}}])
-    run = trained(trainer("checkpoint.delta.every=1", "train.until=[4it]", f"schedule={grow}"))
+    run = train_and_save(
+        trainer("checkpoint.delta.every=1", "train.until=[4it]", f"schedule={grow}")
+    )
     chain, root = str(folder_of(run)), str(run.parts.saver.root)
     words = ["delta", "export", chain, str(tmp_path / "hf"), "--like", f"{root}/checkpoints/step-4"]
     assert main([*words, "--step", "1"]) == 3

@@ -20,8 +20,8 @@ def save(folder: Path, *changes: dict[str, range]) -> None:
     append(folder, 0, state, None)
     for step, places in enumerate(changes, 1):
         new = {name: tensor.clone() for name, tensor in state.items()}
-        for name, changed in places.items():
-            new[name].view(torch.int16)[list(changed)] += 1
+        for name, indices in places.items():
+            new[name].view(torch.int16)[list(indices)] += 1
         append(folder, step, new, state, anchor=not places)
         state = new
 
@@ -49,8 +49,8 @@ def test_density_and_overlap_of_each_layer(tmp_path: Path) -> None:
 def test_overlap_after_an_anchor_is_unknown(tmp_path: Path) -> None:
     change = {"layers.0.w": range(10)}
     save(tmp_path, change, {}, change, change)
-    assert [each.number for each in statistics(tmp_path)] == [1, 3, 4]
-    assert [each.whole.overlap for each in statistics(tmp_path)] == [None, None, 1]
+    assert [entry.number for entry in statistics(tmp_path)] == [1, 3, 4]
+    assert [entry.whole.overlap for entry in statistics(tmp_path)] == [None, None, 1]
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def test_squashed_links_have_one_result(tmp_path: Path) -> None:
     link = squash_links(tmp_path, 6, 7)
     assert (link.first, link.number) == (6, 7)
     squash_links(tmp_path, 1, 4)
-    assert [each.number for each in verify_chain(tmp_path)] == [0, 4, 5, 7, 8]
+    assert [chain_link.number for chain_link in verify_chain(tmp_path)] == [0, 4, 5, 7, 8]
     for number in (0, 4, 5, 7, 8):
         assert same(load_state(tmp_path, number), states[number])
     assert link in links(tmp_path)
@@ -52,36 +52,36 @@ def test_old_states_are_removed_up_to_an_anchor(tmp_path: Path) -> None:
     assert verify_chain(tmp_path)[-1].number == 8
 
 
-@pytest.mark.parametrize("done", range(4))
+@pytest.mark.parametrize("removal_count", range(4))
 def test_a_chain_is_whole_after_a_kill(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removal_count: int
 ) -> None:
     """Squashing is killed after some of its removals, then collecting after some of its own."""
     states = save(tmp_path, 8)
-    left = iter(range(done))
+    removals = iter(range(removal_count))
 
     def removes(path: Path) -> None:
-        if path.name.startswith("link") and next(left, None) is None:
+        if path.name.startswith("link") and next(removals, None) is None:
             raise Killed
         path.unlink(missing_ok=True)
 
     with monkeypatch.context() as patch:
         patch.setattr(atomic, "remove_tree", removes)
-        with pytest.raises(Killed) if done < 3 else nullcontext():
+        with pytest.raises(Killed) if removal_count < 3 else nullcontext():
             squash_links(tmp_path, 1, 4)
     assert [link.number for link in verify_chain(tmp_path)] == [0, 4, 5, 6, 7]
-    assert len(remove_states(tmp_path)) == max(0, 3 - done)
+    assert len(remove_states(tmp_path)) == max(0, 3 - removal_count)
     assert same(load_state(tmp_path, 4), states[4])
-    real, left = Path.unlink, iter(range(done))
+    real, removals = Path.unlink, iter(range(removal_count))
 
     def unlinks(path: Path, missing_ok: bool = False) -> None:
-        if path.name.endswith((".delta", "-0.safetensors")) and next(left, None) is None:
+        if path.name.endswith((".delta", "-0.safetensors")) and next(removals, None) is None:
             raise Killed
         real(path, missing_ok)
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", unlinks)
-        with pytest.raises(Killed) if done < 2 else nullcontext():
+        with pytest.raises(Killed) if removal_count < 2 else nullcontext():
             remove_states(tmp_path, 7)
     assert [link.number for link in verify_chain(tmp_path)] == [5, 6, 7]
 

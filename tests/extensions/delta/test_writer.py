@@ -30,13 +30,13 @@ def writer(tmp_path: Path) -> Iterator[Open]:
     """Writers of one chain, one after another."""
     with ExitStack() as stack:
 
-        def opened(**options: object) -> DeltaWriter:
+        def open_writer(**options: object) -> DeltaWriter:
             stack.close()
-            made = DeltaWriter(tmp_path / "deltas", **options)  # type: ignore[arg-type]
-            stack.callback(made.close)
-            return made
+            delta_writer = DeltaWriter(tmp_path / "deltas", **options)  # type: ignore[arg-type]
+            stack.callback(delta_writer.close)
+            return delta_writer
 
-        yield opened
+        yield open_writer
 
 
 def weights(*values: float, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -49,64 +49,64 @@ def steps(folder: Path) -> list[tuple[int, int, bool]]:
 
 
 def test_weights_are_those_of_the_moment_of_the_save(writer: Open, tmp_path: Path) -> None:
-    made, live = writer(), weights(0.0, 0.0)
+    delta_writer, live = writer(), weights(0.0, 0.0)
     for step in range(4):
         live["weight"][0] = step
-        made.save(step, live)
+        delta_writer.save(step, live)
     live["weight"][:] = 9.0
-    made.flush()
+    delta_writer.flush()
     assert [load_state(tmp_path / "deltas", n)["weight"].tolist() for n in range(4)] == [
         [float(n), 0.0] for n in range(4)
     ]
 
 
 def test_the_first_every_nth_and_the_last_weights_are_due(writer: Open) -> None:
-    made = writer(every=3)
+    delta_writer = writer(every=3)
     due = []
     for step in range(2, 9):
-        if made.due(step, last=step == 8):
+        if delta_writer.due(step, last=step == 8):
             due.append(step)
-            made.save(step, weights(step))
+            delta_writer.save(step, weights(step))
     assert due == [2, 3, 6, 8]
-    assert not made.due(8, last=True)
+    assert not delta_writer.due(8, last=True)
 
 
 def test_an_anchor_comes_every_so_many_links_and_after_another_shape(
     writer: Open, tmp_path: Path
 ) -> None:
-    made = writer(anchor_every=2)
+    delta_writer = writer(anchor_every=2)
     for step in range(5):
-        made.save(step, weights(step))
+        delta_writer.save(step, weights(step))
     for step in range(5, 8):
-        made.save(step, weights(step, step))
-    made.flush()
+        delta_writer.save(step, weights(step, step))
+    delta_writer.flush()
     anchors = [step for _, step, is_anchor in steps(tmp_path / "deltas") if is_anchor]
     assert anchors == [0, 2, 4, 5, 7]
 
 
 def test_wide_weights_are_rounded_and_others_are_not(writer: Open, tmp_path: Path) -> None:
-    made = writer(dtype=torch.bfloat16)
-    given = {
+    delta_writer = writer(dtype=torch.bfloat16)
+    original = {
         "wide": torch.tensor([1.001]),
         "narrow": torch.tensor([1.5], dtype=torch.float16),
         "count": torch.tensor([2**40]),
     }
-    made.save(0, given)
-    made.flush()
-    expected = {**given, "wide": given["wide"].bfloat16()}
-    stored = load_state(tmp_path / "deltas", 0)
-    assert stored == expected
-    assert all(stored[name].dtype == tensor.dtype for name, tensor in expected.items())
+    delta_writer.save(0, original)
+    delta_writer.flush()
+    expected = {**original, "wide": original["wide"].bfloat16()}
+    actual = load_state(tmp_path / "deltas", 0)
+    assert actual == expected
+    assert all(actual[name].dtype == tensor.dtype for name, tensor in expected.items())
 
 
 def test_a_writer_goes_on_with_the_same_weights_at_the_same_step(
     writer: Open, tmp_path: Path
 ) -> None:
     for first in (0, 2):
-        made = writer(anchor_every=4)
+        delta_writer = writer(anchor_every=4)
         for step in range(first, first + 3):
-            made.save(step, weights(step))
-        made.flush()
+            delta_writer.save(step, weights(step))
+        delta_writer.flush()
     assert steps(tmp_path / "deltas") == [(n, n, n in (0, 4)) for n in range(5)]
 
 
@@ -114,30 +114,30 @@ def test_a_writer_goes_on_with_the_same_weights_at_the_same_step(
 def test_other_weights_or_another_step_start_an_anchor_and_lose_nothing(
     writer: Open, tmp_path: Path, step: int, value: float
 ) -> None:
-    made = writer()
+    delta_writer = writer()
     for before in range(3):
-        made.save(before, weights(before))
-    made.flush()
-    made = writer()
-    made.save(step, weights(value))
-    made.save(step + 1, weights(value + 1))
-    made.flush()
+        delta_writer.save(before, weights(before))
+    delta_writer.flush()
+    delta_writer = writer()
+    delta_writer.save(step, weights(value))
+    delta_writer.save(step + 1, weights(value + 1))
+    delta_writer.flush()
     folder = tmp_path / "deltas"
     assert steps(folder)[2:] == [(2, 2, False), (3, step, True), (4, step + 1, False)]
-    stored = [load_state(folder, number)["weight"].item() for number in range(5)]
-    assert stored == [0.0, 1.0, 2.0, value, value + 1]
+    stored_values = [load_state(folder, number)["weight"].item() for number in range(5)]
+    assert stored_values == [0.0, 1.0, 2.0, value, value + 1]
     verify_chain(folder)
 
 
 def test_a_failure_is_kept_and_nothing_is_written_after_it(writer: Open, tmp_path: Path) -> None:
-    made = writer()
+    delta_writer = writer()
     (tmp_path / "deltas").touch()
-    made.save(3, weights(1.0))
+    delta_writer.save(3, weights(1.0))
     with pytest.raises(CheckpointError, match=r"cannot save step 3 in .*deltas"):
-        made.flush()
+        delta_writer.flush()
     (tmp_path / "deltas").unlink()
-    assert not made.due(4, last=True)
-    assert made.finished_links() == []
+    assert not delta_writer.due(4, last=True)
+    assert delta_writer.finished_links() == []
     assert not (tmp_path / "deltas").exists()
 
 
@@ -152,30 +152,30 @@ def test_a_training_waits_when_two_copies_are_not_written_and_a_disk_that_hangs_
         return append(*arguments, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(writing, "append", slow)
-    made = writer(limit_s=0.05)
+    delta_writer = writer(limit_s=0.05)
     for step in range(COPIES):
-        made.save(step, weights(step))
-        assert made.failure is None
-    made.save(COPIES, weights(COPIES))
-    assert made.failure is not None
-    assert "within 0.05 s" in made.failure
+        delta_writer.save(step, weights(step))
+        assert delta_writer.failure is None
+    delta_writer.save(COPIES, weights(COPIES))
+    assert delta_writer.failure is not None
+    assert "within 0.05 s" in delta_writer.failure
     goes_on.set()
 
 
 def test_what_is_written_is_told_with_its_statistics(writer: Open, tmp_path: Path) -> None:
-    made = writer(anchor_every=4)
+    delta_writer = writer(anchor_every=4)
     states = [[0.0, 1.0, 2.0, 3.0], [-0.0, 1.0, 5.0, 3.0], [-0.0, 6.0, 7.0, 3.0], [0.0] * 4]
     for step, values in enumerate([*states, states[-1]]):
-        made.save(step, {**weights(*values), "frozen": torch.ones(4)})
-    made.flush()
-    first, *deltas, anchor = made.finished_links()
+        delta_writer.save(step, {**weights(*values), "frozen": torch.ones(4)})
+    delta_writer.flush()
+    first, *deltas, anchor = delta_writer.finished_links()
     assert first.statistics is anchor.statistics is None
-    assert [one.statistics for one in deltas] == statistics(tmp_path / "deltas")
-    found = [one.statistics.whole for one in deltas if one.statistics is not None]
-    assert [share.density for share in found] == [2 / 8, 2 / 8, 4 / 8]
-    assert [share.overlap for share in found] == [None, 1 / 3, 2 / 4]
-    assert all(0 <= one.stall_s <= one.seconds for one in [first, *deltas, anchor])
-    assert made.finished_links() == []
+    assert [link.statistics for link in deltas] == statistics(tmp_path / "deltas")
+    shares = [link.statistics.whole for link in deltas if link.statistics is not None]
+    assert [share.density for share in shares] == [2 / 8, 2 / 8, 4 / 8]
+    assert [share.overlap for share in shares] == [None, 1 / 3, 2 / 4]
+    assert all(0 <= link.stall_s <= link.seconds for link in [first, *deltas, anchor])
+    assert delta_writer.finished_links() == []
 
 
 @pytest.mark.parametrize("last", [2, 3], ids=["the link before", "the new link"])
@@ -191,28 +191,28 @@ def test_a_squash_meanwhile_leaves_out_statistics_and_ends_nothing(
         return link
 
     monkeypatch.setattr(writing, "append", append_and_squash)
-    made = writer()
+    delta_writer = writer()
     for step in range(5):
-        made.save(step, weights(step, step + 1, step % 2))
-    made.flush()
-    told = [made_link.event(step=0) for made_link in made.finished_links()]
-    assert [event.anchor for event in told] == [True, *[False] * 4]
-    assert [event.density is None for event in told[1:]] == [False, False, last == 3, False]
-    assert [event.overlap is None for event in told[1:]] == [True, False, True, last == 3]
+        delta_writer.save(step, weights(step, step + 1, step % 2))
+    delta_writer.flush()
+    events = [finished_link.event(step=0) for finished_link in delta_writer.finished_links()]
+    assert [event.anchor for event in events] == [True, *[False] * 4]
+    assert [event.density is None for event in events[1:]] == [False, False, last == 3, False]
+    assert [event.overlap is None for event in events[1:]] == [True, False, True, last == 3]
     verify_chain(folder)
 
 
 def test_steps_that_were_never_saved_are_named_by_the_anchor_after_them(
     writer: Open, tmp_path: Path
 ) -> None:
-    made = writer()
+    delta_writer = writer()
     for step in range(4):
-        made.save(step, weights(step))
-    made.flush()
+        delta_writer.save(step, weights(step))
+    delta_writer.flush()
     for step, missing in ((4, None), (7, (5, 6)), (2, None)):
-        resumed = writer()
-        resumed.save(step, weights(step))
-        resumed.flush()
+        second_writer = writer()
+        second_writer.save(step, weights(step))
+        second_writer.flush()
         last = links(tmp_path / "deltas")[-1]
         assert (last.kind, last.step, last.missing) == ("anchor", step, missing)
     assert missing_steps(6, 12, 3) == (9, 9)
@@ -229,16 +229,16 @@ def test_a_barrier_waits_for_the_weights_before_it_only(
         return append(*arguments, **options)
 
     monkeypatch.setattr(writing, "append", slowly)
-    made = writer()
-    made.barrier()()
-    made.save(0, weights(0.0))
-    waiting = threading.Thread(target=made.barrier())
+    delta_writer = writer()
+    delta_writer.barrier()()
+    delta_writer.save(0, weights(0.0))
+    waiting = threading.Thread(target=delta_writer.barrier())
     waiting.start()
     waiting.join(0.1)
     assert waiting.is_alive()
     go_on.set()
     waiting.join(10)
-    assert [written.link.step for written in made.finished_links()] == [0]
+    assert [link.link.step for link in delta_writer.finished_links()] == [0]
 
 
 def test_a_chain_on_a_file_system_without_locks_is_written_with_a_warning(
@@ -248,9 +248,9 @@ def test_a_chain_on_a_file_system_without_locks_is_written_with_a_warning(
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    made = writer()
+    delta_writer = writer()
     for step in range(3):
-        made.save(step, weights(step))
-    made.flush()
+        delta_writer.save(step, weights(step))
+    delta_writer.flush()
     assert [step for _, step, _ in steps(tmp_path / "deltas")] == [0, 1, 2]
     assert caplog.text.count("has no locks (Function not implemented)") == 1

@@ -36,7 +36,7 @@ SOUND: dict[str, Any] = {
 FLEET = "name: f\njobs: {job: {command: [ls]}}\n"
 
 
-def _completed(folder: Path, content: str) -> bool:
+def _is_completed(folder: Path, content: str) -> bool:
     """Whether a job with this result counts as completed, and is not run again."""
     plan = plan_fleet(folder, FLEET)
     path = result_path(folder, "f-0", "job", 1)
@@ -47,9 +47,9 @@ def _completed(folder: Path, content: str) -> bool:
 
 def test_a_job_has_succeeded_only_if_its_result_says_so(tmp_path: Path) -> None:
     sound = json.dumps(SOUND)
-    assert _completed(tmp_path, sound)
+    assert _is_completed(tmp_path, sound)
     for end in range(len(sound)):
-        assert not _completed(tmp_path, sound[:end]), sound[:end]
+        assert not _is_completed(tmp_path, sound[:end]), sound[:end]
     damages: dict[str, list[Any]] = {
         "status": [1, -9, False, None, "0", 0.0, 0.5, [0], float("nan")],
         "stopped": [True, 0, None, "false", []],
@@ -59,9 +59,9 @@ def test_a_job_has_succeeded_only_if_its_result_says_so(tmp_path: Path) -> None:
     }
     for key, values in damages.items():
         without = {name: value for name, value in SOUND.items() if name != key}
-        assert not _completed(tmp_path, json.dumps(without)), key
+        assert not _is_completed(tmp_path, json.dumps(without)), key
         for value in values:
-            assert not _completed(tmp_path, json.dumps(SOUND | {key: value})), (key, value)
+            assert not _is_completed(tmp_path, json.dumps(SOUND | {key: value})), (key, value)
     result_path(tmp_path, "f-0", "job", 1).unlink()
     assert read_result(result_path(tmp_path, "f-0", "job", 1)) is None
 
@@ -74,20 +74,20 @@ def test_a_damaged_line_of_the_state_says_nothing(tmp_path: Path) -> None:
     path = tmp_path / "state.jsonl"
     before, last = path.read_bytes().splitlines(keepends=True)
     assert fold_events(read_fleet_events(tmp_path)).instances[0].phase == "succeeded"
-    damaged = [last[:end] for end in range(len(last) - 1)]
-    damaged += [
+    corrupt_lines = [last[:end] for end in range(len(last) - 1)]
+    corrupt_lines += [
         last.replace(b"succeeded", word) for word in (b"Succeeded", b"succeeded ", b"", b"\xff")
     ]
-    damaged += [
-        last.replace(b'"instance":0', each) for each in (b'"instance":"0"', b'"instance":0.5')
+    corrupt_lines += [
+        last.replace(b'"instance":0', field) for field in (b'"instance":"0"', b'"instance":0.5')
     ]
-    damaged += [
+    corrupt_lines += [
         last.replace(b'"time":2.0', b'"time":"2.0"'),
         b"null\n",
         b"[]\n",
         b"\0" * 40 + b"\n",
     ]
-    for line in damaged:
+    for line in corrupt_lines:
         path.write_bytes(before + line)
         assert fold_events(read_fleet_events(tmp_path)).instances[0].phase == "running", line
 

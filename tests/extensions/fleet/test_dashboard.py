@@ -31,8 +31,8 @@ HOSTILE = "<img src=x onerror=document.title='owned'>\x1b[31m\u202e"
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with chromium() as found:
-        yield found
+    with chromium() as chromium_browser:
+        yield chromium_browser
 
 
 @pytest.fixture(autouse=True)
@@ -58,8 +58,8 @@ def test_a_fleet_is_followed_live(browser: Browser, tmp_path: Path, running: Run
     make_run(tmp_path / "runs", "s2", steps=10)
     running.state.write(_server("starting"))
     running.log("server.log", "one\n")
-    with serve_dashboard(tmp_path / "runs") as address, open_dashboard(browser, address) as seen:
-        page = seen.page
+    with serve_dashboard(tmp_path / "runs") as address, open_dashboard(browser, address) as session:
+        page = session.page
         page.get_by_role("link", name="two").click()
         head, instances = page.locator(".fleet-head"), page.locator("tr.instance")
         expect(head).to_contain_text("1 running, 1 waiting")
@@ -74,7 +74,7 @@ def test_a_fleet_is_followed_live(browser: Browser, tmp_path: Path, running: Run
         page.get_by_role("button", name="Log of s1/server").click()
         lines = page.get_by_role("log").locator("div")
         expect(lines).to_have_text(["one"])
-        asked = len(seen.requests)
+        request_count = len(session.requests)
         running.state.write(_server("unhealthy", 2, HOSTILE))
         expect(server.locator(".badge")).to_have_text("unhealthy")
         expect(server).to_contain_text("attempt 2, <img src=x")
@@ -82,7 +82,7 @@ def test_a_fleet_is_followed_live(browser: Browser, tmp_path: Path, running: Run
         expect(lines).to_have_text(["one", "two", "20%"])
         running.state.write(InstanceChanged(3.0, 1, "starting"))
         expect(head).to_contain_text("1 running, 1 starting")
-        assert len(seen.requests) == asked
+        assert len(session.requests) == request_count
         page.reload()
         expect(lines).to_have_text(["one", "two", "20%"])
         running.lock.close()
@@ -100,33 +100,33 @@ def test_curves_of_a_fleet_are_means_over_its_seeds(browser: Browser, tmp_path: 
     runs = [make_run(tmp_path / "runs", name, steps=20) for name in ("s1", "s2", "other-aaaaa")]
     with (
         serve_dashboard(tmp_path / "runs") as address,
-        open_dashboard(browser, address, "fleet=two") as seen,
+        open_dashboard(browser, address, "fleet=two") as session,
     ):
-        page = seen.page
+        page = session.page
         page.get_by_role("link", name="Curves of its 2 runs").click()
         panel = page.locator(PANEL.format("loss"))
         keys, swatches = panel.locator(".ic-key"), page.locator("#chosen .swatch")
         expect(keys).to_have_text(["two (2 runs)"])
-        assert len({each.evaluate(COLOUR) for each in swatches.all()}) == 1
+        assert len({swatch.evaluate(COLOUR) for swatch in swatches.all()}) == 1
         page.get_by_label("Show other-aaaaa").check()
         expect(keys).to_have_text(["two (2 runs)", "other"])
-        assert len({each.evaluate(COLOUR) for each in swatches.all()}) == 2
+        assert len({swatch.evaluate(COLOUR) for swatch in swatches.all()}) == 2
         page.get_by_label("Hide other-aaaaa").click()
         expect(keys).to_have_text(["two (2 runs)"])
         wait_for_frame(page)
-        asked, before = len(seen.requests), picture(page, "loss")
+        request_count, before = len(session.requests), picture(page, "loss")
         for run in runs[:2]:
             with Recorder(run.events) as record:
                 record.write(train(21, 9.0))
         expect_points(page, "loss", 42)
         wait_for_frame(page)
         assert picture(page, "loss") != before
-        assert len(seen.requests) == asked
+        assert len(session.requests) == request_count
         page.reload()
         expect(keys).to_have_text(["two (2 runs)"])
         page.get_by_label("Draw").select_option("runs")
         expect(keys).to_have_count(0)
-        assert len({each.evaluate(COLOUR) for each in swatches.all()}) == 2
+        assert len({swatch.evaluate(COLOUR) for swatch in swatches.all()}) == 2
         assert "mean" not in page.url
     fleet.end()
 
@@ -142,9 +142,9 @@ def test_the_best_trial_of_a_search_is_named(browser: Browser, tmp_path: Path) -
         fleet.state.write(TrialEvaluated(3.0, trial, 10, value))
     with (
         serve_dashboard(tmp_path / "runs") as address,
-        open_dashboard(browser, address, "fleet=two") as seen,
+        open_dashboard(browser, address, "fleet=two") as session,
     ):
-        head = seen.page.locator(".fleet-head")
+        head = session.page.locator(".fleet-head")
         expect(head).to_contain_text("waiting")
         assert "best" not in head.inner_text()
         for trial in (0, 1):
@@ -182,9 +182,11 @@ def test_a_folder_of_fleets_that_is_a_link_has_none(tmp_path: Path, running: Run
 def test_only_runs_of_the_dashboard_are_linked(tmp_path: Path, output_dir: str) -> None:
     fleet = RunningFleet(tmp_path, output_dir=output_dir)
     run = make_run(tmp_path / "runs", "s1")
-    shown = FleetCatalog(tmp_path / "runs", lambda: {"s1": run}).view("two")
-    assert shown is not None
-    assert [(each["run"], each["step"]) for each in shown["instances"]] == [("", None)] * 2
+    view = FleetCatalog(tmp_path / "runs", lambda: {"s1": run}).view("two")
+    assert view is not None
+    assert [(instance["run"], instance["step"]) for instance in view["instances"]] == [
+        ("", None)
+    ] * 2
     fleet.end()
 
 

@@ -35,8 +35,8 @@ def test_a_key_of_a_fleets_file_is_applied_or_refused(key: str, tmp_path: Path) 
         if fleet_refuses(path, override, key):
             assert value is None or value != usual, key
         else:
-            applied = load_fleet(str(path), [override]).spec.model_dump(mode="json")[key]
-            assert applied == (usual if value == {} else value), (key, value)
+            actual = load_fleet(str(path), [override]).spec.model_dump(mode="json")[key]
+            assert actual == (usual if value == {} else value), (key, value)
 
 
 def fleet_refuses(path: Path, override: str, key: str) -> bool:

@@ -45,7 +45,7 @@ KEPT = {
 }
 
 
-def _theirs(place: FleetPlace) -> Path:
+def _foreign_fleet(place: FleetPlace) -> Path:
     path = place.path / "fleets" / "theirs"
     (path / "logs" / "theirs-0").mkdir(parents=True)
     (path / "fleet.json").write_text(json.dumps(KEPT))
@@ -64,9 +64,9 @@ def _theirs(place: FleetPlace) -> Path:
 
 
 def test_a_foreign_state_is_read_as_far_as_it_makes_sense(place: FleetPlace) -> None:
-    found = fold_events(read_fleet_events(_theirs(place)))
-    assert found.instances[0].phase == "running"
-    assert found.instances[0].processes["job"].attempt == 1
+    status = fold_events(read_fleet_events(_foreign_fleet(place)))
+    assert status.instances[0].phase == "running"
+    assert status.instances[0].processes["job"].attempt == 1
     code, output = place.run("status", "theirs")
     assert code == 0
     assert "launcher died" in output
@@ -78,7 +78,7 @@ def test_a_foreign_state_is_read_as_far_as_it_makes_sense(place: FleetPlace) -> 
 
 
 def test_logs_that_block_or_lead_elsewhere_are_refused(place: FleetPlace) -> None:
-    logs = _theirs(place) / "logs" / "theirs-0"
+    logs = _foreign_fleet(place) / "logs" / "theirs-0"
     os.mkfifo(logs / "job.log")
     code, output = place.run("logs", "theirs")
     assert code in (2, 4)
@@ -93,7 +93,7 @@ def test_logs_that_block_or_lead_elsewhere_are_refused(place: FleetPlace) -> Non
 def test_another_users_fleet_is_not_resumed(
     place: FleetPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = _theirs(place)
+    path = _foreign_fleet(place)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     os.chown(path / "fleet.json", 23456, -1)
     with pytest.raises(ConfigError, match="it belongs to another user"):
@@ -113,7 +113,7 @@ def test_another_users_fleet_file_is_not_run_unasked(place: FleetPlace) -> None:
 
 
 def test_a_damaged_file_is_named(place: FleetPlace) -> None:
-    path = _theirs(place)
+    path = _foreign_fleet(place)
     (path / "fleet.json").write_text('{"format": 1')
     code, output = place.run("resume", "theirs")
     assert code == 2
@@ -121,13 +121,16 @@ def test_a_damaged_file_is_named(place: FleetPlace) -> None:
 
 
 def test_down_signals_no_process_but_the_launcher(place: FleetPlace) -> None:
-    path = _theirs(place)
+    path = _foreign_fleet(place)
     code = "import signal; signal.signal(2, signal.SIG_DFL); signal.pause()"
     victim = subprocess.Popen([sys.executable, "-c", code])
     try:
         with closing(FolderLock(path, 0.0)):
-            started = psutil.Process(victim.pid).create_time()
-            for text in (str(victim.pid), str(ProcessName(victim.pid, started, platform.node()))):
+            start_time = psutil.Process(victim.pid).create_time()
+            for text in (
+                str(victim.pid),
+                str(ProcessName(victim.pid, start_time, platform.node())),
+            ):
                 (path / "lock").write_text(text)
                 code, output = place.run("down", "theirs", "--kill")
                 assert code == 2
@@ -163,7 +166,7 @@ def test_a_launcher_whose_lock_may_not_be_read_is_found_in_the_record(
 ) -> None:
     (tmp_path / "lock").touch()
     monkeypatch.setattr(os, "access", lambda *_: False)
-    here = Started(time.time(), os.getpid(), socket.gethostname(), boot_id(), ())
+    start_event = Started(time.time(), os.getpid(), socket.gethostname(), boot_id(), ())
     changes: list[tuple[dict[str, object], int | None]] = [
         ({}, os.getpid()),
         ({"boot": "earlier"}, None),
@@ -173,7 +176,7 @@ def test_a_launcher_whose_lock_may_not_be_read_is_found_in_the_record(
     ]
     for change, launcher in changes:
         with closing(StateLog(tmp_path)) as log:
-            log.write(msgspec.structs.replace(here, **change))
+            log.write(msgspec.structs.replace(start_event, **change))
         assert seen_launcher(tmp_path) == launcher, change
     os.utime(tmp_path / "state.jsonl", (1.0, 1.0))
     assert seen_launcher(tmp_path) is None
@@ -183,19 +186,19 @@ def test_a_launcher_whose_lock_may_not_be_read_is_found_in_the_record(
 def test_a_fleet_whose_folder_is_a_link_is_not_run(
     place: FleetPlace, tmp_path: Path, name: str
 ) -> None:
-    path = _theirs(place)
-    mine = tmp_path / "mine"
-    mine.mkdir()
+    path = _foreign_fleet(place)
+    link_target = tmp_path / "mine"
+    link_target.mkdir()
     if name == "logs":
         shutil.rmtree(path / "logs")
-    (path / name).symlink_to(mine)
+    (path / name).symlink_to(link_target)
     with pytest.raises(ConfigError, match=f"{name}: a symbolic link"):
         FolderLock(path, 0.0)
-    assert not [*mine.iterdir()]
+    assert not [*link_target.iterdir()]
 
 
 def test_nothing_is_asked_where_a_link_leads(place: FleetPlace, tmp_path: Path) -> None:
-    path = _theirs(place)
+    path = _foreign_fleet(place)
     with closing(FolderLock(path, 0.0)):
         (path / "control").symlink_to(tmp_path)
         code, output = place.run("stop", "theirs", "0")
@@ -207,24 +210,24 @@ def test_nothing_is_asked_where_a_link_leads(place: FleetPlace, tmp_path: Path) 
 def test_jobs_that_another_users_fleet_names_are_not_cancelled(
     place: FleetPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = _theirs(place)
+    path = _foreign_fleet(place)
     (path / "slurm").mkdir()
     jobs = path / "slurm" / "jobs.jsonl"
     jobs.write_text('{"job": "1", "instances": [0]}')
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     folders.check_own(path)  # all are root's
-    for owned in (path, path / "fleet.json", jobs.parent, jobs):
-        os.chown(owned, 23456, -1)
+    for fleet_path in (path, path / "fleet.json", jobs.parent, jobs):
+        os.chown(fleet_path, 23456, -1)
         with pytest.raises(ConfigError, match="another user, user 23456"):
             folders.check_own(path)
-        os.chown(owned, 0, -1)
+        os.chown(fleet_path, 0, -1)
 
 
 @pytest.mark.parametrize("content", ["[" * 2_000_000, '{"format": ' + "[" * 300 + "]" * 300 + "}"])
 def test_files_of_a_fleet_that_are_nested_too_deep_are_refused(
     place: FleetPlace, content: str
 ) -> None:
-    path = _theirs(place)
+    path = _foreign_fleet(place)
     (path / "fleet.json").write_text(content)
     with pytest.raises(ConfigError, match="nested more than 200 levels deep"):
         folders.reopen_fleet(path)

@@ -37,9 +37,9 @@ class Processes:
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def submit(self, instances: Sequence[Instance]) -> None:
-        for each in instances:
-            words = host_command(self._folder, each.index)
-            self.processes[each.index] = subprocess.Popen(words, env=self._env)
+        for instance in instances:
+            words = host_command(self._folder, instance.index)
+            self.processes[instance.index] = subprocess.Popen(words, env=self._env)
 
     def hosts(self) -> Mapping[int, HostStatus]:
         ends = {index: process.poll() for index, process in self.processes.items()}
@@ -51,25 +51,25 @@ class Processes:
 
 
 @pytest.fixture(autouse=True)
-def _here(place: FleetPlace, monkeypatch: pytest.MonkeyPatch) -> None:
+def _working_directory(place: FleetPlace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place.path)
 
 
-def started(place: FleetPlace, text: str) -> Path:
+def new_fleet(place: FleetPlace, text: str) -> Path:
     """The folder of a new fleet of the engine slurm."""
     return create_fleet_folder(load_fleet(str(place.write(f"engine: slurm\n{text}"))), "3").path
 
 
-def finish(place: FleetPlace, folder: Path, said: list[str]) -> tuple[int, Processes]:
+def finish(place: FleetPlace, folder: Path, messages: list[str]) -> tuple[int, Processes]:
     """Run what is left of it."""
     scheduler = Processes(place, folder.name)
     return follow_hosts(
-        remaining_work(reopen_fleet(folder), (), -1), scheduler, said.append
+        remaining_work(reopen_fleet(folder), (), -1), scheduler, messages.append
     ), scheduler
 
 
 def test_each_instance_has_a_host_and_a_part_of_the_state(place: FleetPlace) -> None:
-    folder = started(
+    folder = new_fleet(
         place,
         """
 name: parts
@@ -81,25 +81,25 @@ jobs:
     resources: {gpus: 1}
 """,
     )
-    said: list[str] = []
-    code, _ = finish(place, folder, said)
+    messages: list[str] = []
+    code, _ = finish(place, folder, messages)
     assert code == 4
-    assert said[0] == "parts-1 failed: job ended with exit code 1"
+    assert messages[0] == "parts-1 failed: job ended with exit code 1"
     first, second, third = starts(folder, "job")
     assert min(second - first, third - second) > 1.9  # the pauses are of all hosts together
     status = place.status("parts")
-    assert [each["phase"] for each in status["instances"].values()] == [
+    assert [instance["phase"] for instance in status["instances"].values()] == [
         "succeeded",
         "failed",
         "succeeded",
     ]
-    assert all(each["host"] for each in status["instances"].values())
-    assert all(each["processes"]["job"]["gpus"] for each in status["instances"].values())
+    assert all(instance["host"] for instance in status["instances"].values())
+    assert all(instance["processes"]["job"]["gpus"] for instance in status["instances"].values())
     for path in folder.glob("state.*.jsonl"):
         kinds = {json.loads(line)["kind"] for line in path.read_text().splitlines()}
         assert kinds == {"instance", "process"}  # not the start and the end of the fleet
     # only the failed one is run again, as its second attempt
-    code, scheduler = finish(place, folder, said)
+    code, scheduler = finish(place, folder, messages)
     assert code == 0
     assert list(scheduler.processes) == [1]
     assert sorted((place.path / "ran").read_text().split()) == ["0", "1", "1", "2"]
@@ -107,7 +107,7 @@ jobs:
 
 
 def test_a_host_that_is_killed_is_noticed_and_leaves_nothing_behind(place: FleetPlace) -> None:
-    folder = started(
+    folder = new_fleet(
         place,
         """
 name: lost
@@ -123,15 +123,15 @@ jobs: {job: {command: [sh, -c, "test -e go || sleep 100"], stop: {grace: 1s}}}
                 self.processes[0].wait()
             return super().hosts()
 
-    said: list[str] = []
+    messages: list[str] = []
     work = remaining_work(reopen_fleet(folder), (), -1)
-    assert follow_hosts(work, Lost(place, "lost"), said.append) == 4
-    assert "ended before it (exit code -9)" in said[0]
+    assert follow_hosts(work, Lost(place, "lost"), messages.append) == 4
+    assert "ended before it (exit code -9)" in messages[0]
     assert place.status("lost")["instances"]["0"]["phase"] == "failed"
     (place.path / "go").touch()
     (folder / "control").mkdir()
     (folder / "control/0.stop").touch()  # of before the start: not obeyed
-    assert finish(place, folder, said)[0] == 0
+    assert finish(place, folder, messages)[0] == 0
     assert place.status("lost")["instances"]["0"]["processes"]["job"]["attempt"] == 2
     assert not place.living_pids()
 
@@ -145,7 +145,7 @@ def test_a_job_of_two_nodes_is_started_once_on_each(
     srun.write_text(SRUN)
     srun.chmod(0o755)
     monkeypatch.setenv("PATH", f"{srun.parent}:{os.environ['PATH']}")
-    folder = started(
+    folder = new_fleet(
         place,
         """
 name: nodes
@@ -159,10 +159,10 @@ jobs:
     )
     code, _ = finish(place, folder, [])
     assert code == 0
-    here = os.uname().nodename
+    hostname = os.uname().nodename
     port = place.status("nodes")["instances"]["0"]["processes"]["job"]["ports"]["master"]
     texts = [(place.path / f"node{rank}").read_text().strip() for rank in (0, 1)]
-    assert texts == [f"0 of 2, 2 0 0 at {here}:{port}", f"1 of 2, 2 1 4 at {here}:{port}"]
+    assert texts == [f"0 of 2, 2 0 0 at {hostname}:{port}", f"1 of 2, 2 1 4 at {hostname}:{port}"]
     assert (place.path / "servers").read_text().count("\n") == 1
 
 
@@ -173,7 +173,7 @@ def test_a_host_that_cannot_see_the_folder_says_so(place: FleetPlace) -> None:
 
 
 def test_the_gpus_of_a_host_are_those_that_its_scheduler_gave() -> None:
-    given = {"CUDA_VISIBLE_DEVICES": "2,MIG-1", "SLURM_JOB_GPUS": "0,1"}
-    assert [gpu.id for gpu in given_gpus(given, None)] == ["2", "MIG-1"]
+    variables = {"CUDA_VISIBLE_DEVICES": "2,MIG-1", "SLURM_JOB_GPUS": "0,1"}
+    assert [gpu.id for gpu in given_gpus(variables, None)] == ["2", "MIG-1"]
     assert [gpu.id for gpu in given_gpus({"SLURM_JOB_GPUS": "7"}, None)] == ["7"]
-    assert [gpu.id for gpu in given_gpus(given, "1")] == ["0"]
+    assert [gpu.id for gpu in given_gpus(variables, "1")] == ["0"]

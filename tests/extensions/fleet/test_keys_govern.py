@@ -133,49 +133,51 @@ NAMED: Mapping[str, str] = {
 }
 
 
-def planned(folder: Path, *overrides: str) -> Any:
+def plan_of(folder: Path, *overrides: str) -> Any:
     (folder / "fleet.yaml").write_text(BASE, encoding="utf-8")
     return make_plan(load_fleet(str(folder / "fleet.yaml"), overrides), ANY_MACHINE)
 
 
-def shown(plan: Any) -> Any:
+def plan_facts(plan: Any) -> Any:
     rows = [plan_row(plan, instance) for instance in plan.instances]
     return rows, plan.parallel, plan.spec.processes, dict(plan.spec.vars)
 
 
 def test_each_key_changes_the_plan(tmp_path: Path) -> None:
-    before = shown(planned(tmp_path))
-    assert before == shown(planned(tmp_path))
-    assert [key for key, each in PLAN.items() if shown(planned(tmp_path, each)) == before] == []
+    before = plan_facts(plan_of(tmp_path))
+    assert before == plan_facts(plan_of(tmp_path))
+    assert [
+        key for key, override in PLAN.items() if plan_facts(plan_of(tmp_path, override)) == before
+    ] == []
 
 
 def test_each_key_changes_the_batch_script(tmp_path: Path) -> None:
-    def rendered(*overrides: str) -> str:
-        return batch_script(planned(tmp_path, "engine=slurm", *overrides), tmp_path, None)
+    def render_script(*overrides: str) -> str:
+        return batch_script(plan_of(tmp_path, "engine=slurm", *overrides), tmp_path, None)
 
-    before = rendered()
-    assert before == rendered()
-    assert [key for key, each in SLURM.items() if rendered(each) == before] == []
+    before = render_script()
+    assert before == render_script()
+    assert [key for key, override in SLURM.items() if render_script(override) == before] == []
 
 
 @pytest.mark.parametrize("key", PRUNERS)
 def test_each_key_changes_the_pruner(key: str) -> None:
     base, change = PRUNERS[key]
 
-    def made(values: Mapping[str, Any]) -> Any:
+    def build_pruner(values: Mapping[str, Any]) -> Any:
         pruner = _pruner(Pruner.model_validate(values))
         return type(pruner), {k: v for k, v in vars(pruner).items() if not callable(v)}
 
-    assert repr(made(base | change)) != repr(made(base))
+    assert repr(build_pruner(base | change)) != repr(build_pruner(base))
 
 
 def every_key() -> list[str]:
     models = [
-        each
-        for each in vars(schema).values()
-        if isinstance(each, type)
-        and issubclass(each, BaseModel)
-        and each.__module__ == FleetSpec.__module__
+        schema_class
+        for schema_class in vars(schema).values()
+        if isinstance(schema_class, type)
+        and issubclass(schema_class, BaseModel)
+        and schema_class.__module__ == FleetSpec.__module__
     ]
     return [
         f"{model.__name__}.{key}"
@@ -186,9 +188,9 @@ def every_key() -> list[str]:
 
 
 def test_what_each_key_governs_is_seen_to_change() -> None:
-    known = {*PLAN, *SLURM, *NAMED, *(f"Pruner.{key}" for key in PRUNERS)}
-    assert [key for key in every_key() if key not in known] == []
-    assert sorted(known - {*every_key()}) == []
+    covered_keys = {*PLAN, *SLURM, *NAMED, *(f"Pruner.{key}" for key in PRUNERS)}
+    assert [key for key in every_key() if key not in covered_keys] == []
+    assert sorted(covered_keys - {*every_key()}) == []
 
 
 def test_every_named_test_exists_and_names_its_key() -> None:

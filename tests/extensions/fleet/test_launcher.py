@@ -54,15 +54,18 @@ jobs:
     code, output = place.run("up", "fleet.yaml", "--gpus", "4")
     assert code == 0, output
     status = place.status("pairs")
-    assert [each["phase"] for each in status["instances"].values()] == ["succeeded"] * 2
+    assert [instance["phase"] for instance in status["instances"].values()] == ["succeeded"] * 2
     gpus = {
         gpu
-        for each in status["instances"].values()
-        for process in each["processes"].values()
+        for instance in status["instances"].values()
+        for process in instance["processes"].values()
         for gpu in process["gpus"]
     }
     assert gpus == {0, 1, 2, 3}
-    ports = {each["processes"]["server"]["ports"]["http"] for each in status["instances"].values()}
+    ports = {
+        instance["processes"]["server"]["ports"]["http"]
+        for instance in status["instances"].values()
+    }
     assert len(ports) == 2
     for seed in (42, 1337):
         log = (place.path / f"fleets/pairs/logs/seed{seed}/trainer.log").read_text()
@@ -98,19 +101,19 @@ jobs:
     command: [sh, -c, "until test -e finish; do sleep 0.1; done"]
 """)
     launcher = place.start("up", "fleet.yaml")
-    begun = place.path / "again"
+    marker = place.path / "again"
     status = place.wait(
-        "dies", lambda each: phase_of(each, "trainer") == "running" and begun.exists()
+        "dies", lambda snapshot: phase_of(snapshot, "trainer") == "running" and marker.exists()
     )
     server = status["instances"]["0"]["processes"]["server"]["pid"]
     killed_at = time.time()
     os.kill(server, signal.SIGKILL)
     status = place.wait(
-        "dies", lambda each: each["instances"]["0"]["processes"]["server"]["attempt"] == 2
+        "dies", lambda snapshot: snapshot["instances"]["0"]["processes"]["server"]["attempt"] == 2
     )
-    exited = [line for line in _events(place, "dies") if line.get("process") == "server"]
-    noticed = next(each["time"] for each in exited if each["phase"] == "exited")
-    assert noticed - killed_at < 1.0
+    server_events = [line for line in _events(place, "dies") if line.get("process") == "server"]
+    exit_time = next(event["time"] for event in server_events if event["phase"] == "exited")
+    assert exit_time - killed_at < 1.0
     (place.path / "finish").touch()
     output, _ = launcher.communicate(timeout=60)
     assert launcher.returncode == 0, output
@@ -129,7 +132,7 @@ jobs:
     depends_on: {{server: service_healthy}}
 """)
     launcher = place.start("up", "fleet.yaml")
-    status = place.wait("hangs", lambda each: phase_of(each, "trainer") == "running")
+    status = place.wait("hangs", lambda snapshot: phase_of(snapshot, "trainer") == "running")
     stopped_at = time.time()
     os.kill(status["instances"]["0"]["processes"]["server"]["pid"], signal.SIGSTOP)
     output, _ = launcher.communicate(timeout=60)
@@ -193,14 +196,17 @@ jobs:
     launcher.send_signal(signal.SIGINT)
     if signals == 2:
         place.wait(
-            "stops", lambda each: all(phase_of(each, "stubborn", n) == "stopping" for n in (0, 1))
+            "stops",
+            lambda status: all(phase_of(status, "stubborn", n) == "stopping" for n in (0, 1)),
         )
         launcher.send_signal(signal.SIGINT)
     output, _ = launcher.communicate(timeout=60)
     assert launcher.returncode == 75, output
     assert time.monotonic() - began < (grace if signals == 1 else 0) + 2 + 1
-    assert not place.living_pids()
-    assert {each["phase"] for each in place.status("stops")["instances"].values()} == {"stopped"}
+    assert not place.marked()
+    assert {instance["phase"] for instance in place.status("stops")["instances"].values()} == {
+        "stopped"
+    }
 
 
 def test_nothing_outlives_a_killed_launcher_and_resume_runs_the_rest_once(
@@ -219,9 +225,9 @@ jobs:
     launcher = place.start("up", "fleet.yaml")
     place.wait(
         "killed",
-        lambda each: (
-            [phase_of(each, "trainer", i) for i in range(3)] == ["exited", "running", "running"]
-            and each["instances"]["0"]["phase"] == "succeeded"
+        lambda status: (
+            [phase_of(status, "trainer", i) for i in range(3)] == ["exited", "running", "running"]
+            and status["instances"]["0"]["phase"] == "succeeded"
         ),
     )
     assert place.living_pids()
@@ -237,8 +243,8 @@ jobs:
     (place.path / "go").touch()
     code, output = place.run("resume", "killed")
     assert code == 0, output
-    done = (place.path / "done").read_text().split()
-    assert sorted(done) == ["0", "1", "2", "3"]
+    done_seeds = (place.path / "done").read_text().split()
+    assert sorted(done_seeds) == ["0", "1", "2", "3"]
 
 
 def test_one_instance_is_stopped_and_the_others_go_on(place: FleetPlace) -> None:
@@ -249,16 +255,16 @@ jobs:
   trainer: {command: [sh, -c, "until test -e go; do sleep 0.1; done"]}
 """)
     launcher = place.start("up", "fleet.yaml")
-    place.wait("part", lambda each: phase_of(each, "trainer", 1) == "running")
+    place.wait("part", lambda status: phase_of(status, "trainer", 1) == "running")
     assert place.run("stop", "part", "0")[0] == 0
-    place.wait("part", lambda each: each["instances"]["0"]["phase"] == "stopped")
+    place.wait("part", lambda status: status["instances"]["0"]["phase"] == "stopped")
     folder = place.path / "fleets/part"
     shutil.copytree(folder, folder.with_name("copy"))
     for words in (["stop", "copy", "1"], ["down", "copy"], ["down", "copy", "--kill"]):
         assert "fleet copy is not running" in place.run(*words)[1]
-    folder.rename(moved := folder.with_name("moved"))
+    folder.rename(new_folder := folder.with_name("moved"))
     assert "part-1" not in place.run("reap", "--dry-run")[1]  # its launcher is not gone
-    moved.rename(folder)
+    new_folder.rename(folder)
     assert phase_of(place.status("part"), "trainer", 1) == "running"
     (place.path / "go").touch()
     assert launcher.wait(60) == 4
@@ -286,15 +292,15 @@ jobs:
     assert code == 2, output
     assert "twice has no instance '2'" in output
     assert place.run("stop", "twice", "1")[0] == 0
-    place.wait("twice", lambda each: each["instances"]["1"]["phase"] == "stopped")
+    place.wait("twice", lambda snapshot: snapshot["instances"]["1"]["phase"] == "stopped")
     assert place.run("stop", "twice", "0")[0] == 0
-    place.wait("twice", lambda each: phase_of(each, "trainer") == "stopping")
+    place.wait("twice", lambda snapshot: phase_of(snapshot, "trainer") == "stopping")
     (place.path / "fleets/twice/control/0.stop").touch()
     output, _ = launcher.communicate(timeout=60)
     assert launcher.returncode == 4, output
     assert output.count("stopping twice-0") == 2
     status = place.status("twice")
-    assert [each["phase"] for each in status["instances"].values()] == ["stopped"] * 2
+    assert [instance["phase"] for instance in status["instances"].values()] == ["stopped"] * 2
     assert phase_of(status, "server") == "exited"
     assert not (place.path / "begun-1").exists()
 
@@ -332,11 +338,11 @@ matrix: {seed: [0, 1]}
 max_parallel: 1
 jobs: {job: {command: ["true"], resources: {gpus: 1}}}
 """
-    plan, said = plan_fleet(tmp_path, text), list[str]()
+    plan, messages = plan_fleet(tmp_path, text), list[str]()
     with (tmp_path / "trees").open("w") as trees:
-        launcher = Launcher(plan, tmp_path, trees.fileno(), [free], {}, (), said.append)
+        launcher = Launcher(plan, tmp_path, trees.fileno(), [free], {}, (), messages.append)
         assert launcher.run(plan.instances, FleetStatus()) == 0
-    assert said == ["waiting: 1 GPUs are needed and 0 are free; GPU 0: used by process 1234"]
+    assert messages == ["waiting: 1 GPUs are needed and 0 are free; GPU 0: used by process 1234"]
 
 
 def test_a_failed_job_is_retried_and_its_end_shown(place: FleetPlace) -> None:
@@ -353,7 +359,7 @@ jobs:
     assert "retries-0 failed: trainer ended with exit code 1" in output
     assert "attempt 2 of 0" in output
     instances = place.status("retries")["instances"]
-    assert [instances[each]["phase"] for each in "01"] == ["failed", "succeeded"]
+    assert [instances[index]["phase"] for index in "01"] == ["failed", "succeeded"]
 
 
 def test_failures_beyond_the_policy_stop_the_rest(place: FleetPlace) -> None:
@@ -367,7 +373,7 @@ jobs:
 """)
     code, output = place.run("up", "fleet.yaml")
     assert code == 4, output
-    phases = [each["phase"] for each in place.status("fast")["instances"].values()]
+    phases = [instance["phase"] for instance in place.status("fast")["instances"].values()]
     assert phases == ["succeeded", "failed", "stopped"]
 
 
@@ -384,7 +390,7 @@ jobs:
             f"{name}.yaml",
         )
     first = place.start("up", "one.yaml", "--gpus", "3")
-    place.wait("one", lambda each: phase_of(each, "trainer") == "running")
+    place.wait("one", lambda status: phase_of(status, "trainer") == "running")
     code, output = place.run("up", "two.yaml", "--gpus", "3")
     assert code == 4
     assert "2 GPUs are needed and 1 are free" in output
@@ -441,8 +447,8 @@ jobs: {{job: {{command: [sh, job.sh, "${{index}}"]}}}}
     assert output.index("cannot be written") < output.index("is written again")
     assert f"1 failed, {count - 1} succeeded" in output
     lines = (place.path / "state.jsonl").read_text().splitlines()
-    ended = [json.loads(line) for line in lines if '"exited"' in line]
-    assert sorted(line["instance"] for line in ended) == list(range(count))
+    exit_events = [json.loads(line) for line in lines if '"exited"' in line]
+    assert sorted(line["instance"] for line in exit_events) == list(range(count))
 
 
 def test_a_process_has_nothing_of_its_launchers_rank_and_what_is_visible_to_it(

@@ -70,17 +70,17 @@ def test_on_a_terminal_the_table_is_drawn_in_place(running: RunningFleet, tmp_pa
     )
     due = [next(steps)]
 
-    def react(seen: str) -> bytes:
-        while due and due[0][0] in seen:
+    def react(screen: str) -> bytes:
+        while due and due[0][0] in screen:
             due.pop(0)[1]()
-            due.extend([each] if (each := next(steps, None)) else [])
+            due.extend([step] if (step := next(steps, None)) else [])
         return b""
 
     argv = [sys.executable, "-m", "instar.cli.main", "fleet", "status", "two", "--watch"]
-    code, seen = run_on_terminal(argv, tmp_path, environment(), 60, react)
-    assert code == 0, seen
-    assert "\x1b[2J" not in seen  # a screen that is cleared flickers
-    last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen).replace("\r", "").splitlines()[-4:]
+    code, screen = run_on_terminal(argv, tmp_path, environment(), 60, react)
+    assert code == 0, screen
+    assert "\x1b[2J" not in screen  # a screen that is cleared flickers
+    last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen).replace("\r", "").splitlines()[-4:]
     assert last[0].startswith("two: failed")
     assert last[2].split() == ["0", "s1", "failed", "no", "reason"]
 
@@ -94,16 +94,16 @@ jobs:
   job: {command: [sh, -c, "until test -e go; do sleep 0.05; done; exit ${index}"]}
 """)
 
-    def react(seen: str) -> bytes:
-        if re.search(r"shown-0 +running", seen):
+    def react(screen: str) -> bytes:
+        if re.search(r"shown-0 +running", screen):
             (place.path / "go").touch()
         return b""
 
     argv = [sys.executable, "-m", "instar.cli.main", "fleet", "up", "fleet.yaml"]
     env = environment(**{k: v for k, v in place.env().items() if k in ("INSTAR_LOCK_DIR", "PATH")})
-    code, seen = run_on_terminal(argv, place.path, env, 80, react)
-    assert code == 4, seen
-    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen).replace("\r", "").splitlines()
+    code, screen = run_on_terminal(argv, place.path, env, 80, react)
+    assert code == 4, screen
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen).replace("\r", "").splitlines()
     assert any(line.endswith("fleet shown: 2 instances, 1 at a time") for line in lines), lines
     assert any("1 running, 1 waiting" in line for line in lines)
     assert any("shown-1 failed: job ended with exit code 1" in line for line in lines), lines
@@ -114,35 +114,35 @@ jobs:
 
 
 def test_a_table_that_is_too_long_shows_what_runs() -> None:
-    found = fold_events([Started(1.0, 1, "h", "", ())])
+    base_status = fold_events([Started(1.0, 1, "h", "", ())])
     phases = ["succeeded"] * 50 + ["running"] * 2 + ["waiting"] * 48
     status = {i: InstanceStatus(phase=phase) for i, phase in enumerate(phases)}  # type: ignore[arg-type]
-    view = fleet_view("many", type(found)(status, found.start), 1)
+    view = fleet_view("many", type(base_status)(status, base_status.start), 1)
     lines = [text for text, _ in live.block(view, 0.0, 60, 12)]
     assert len(lines) <= 12
     assert [line.split()[0] for line in lines[2:-1]] == ["0", "1", "2", "3", "4", "5", "50", "51"]
     assert lines[-1] == "… 92 more"
 
 
-def _lines(found: Iterator[tuple[reader.ProcessLog, str]], count: int) -> list[str]:
-    return [next(found)[1] for _ in range(count)]
+def _lines(tail: Iterator[tuple[reader.ProcessLog, str]], count: int) -> list[str]:
+    return [next(tail)[1] for _ in range(count)]
 
 
 def test_logs_are_followed_until_the_fleet_has_ended(running: RunningFleet) -> None:
     path = running.log("job.log", "one\ntwo\nthree\nfo")
-    found = reader.tail_logs(running.folder, lambda _: True, 2, follow=True)
-    assert _lines(found, 2) == ["two", "three"]
+    tail = reader.tail_logs(running.folder, lambda _: True, 2, follow=True)
+    assert _lines(tail, 2) == ["two", "three"]
     running.log("job.log", "ur\n10%\r20%\r30%\r\n")
-    assert _lines(found, 2) == ["four", "30%"]
+    assert _lines(tail, 2) == ["four", "30%"]
     running.log("server.log", "also\n")  # a log that begins later
-    log, line = next(found)
+    log, line = next(tail)
     assert (log.process, line) == ("server", "also")
     running.log("job.log", "new\n", "w")  # truncated
-    assert _lines(found, 1) == ["new"]
+    assert _lines(tail, 1) == ["new"]
     running.log("job.log.new", "another one, longer\n\x1b[31mend").replace(path)
-    assert _lines(found, 1) == ["another one, longer"]
+    assert _lines(tail, 1) == ["another one, longer"]
     running.end()
-    assert [line for _, line in found] == ["\\u001b[31mend"]
+    assert [line for _, line in tail] == ["\\u001b[31mend"]
 
 
 def test_of_a_large_log_only_the_end_is_read(running: RunningFleet) -> None:
@@ -152,9 +152,9 @@ def test_of_a_large_log_only_the_end_is_read(running: RunningFleet) -> None:
         file.seek(0, 2)
         file.write(b"\nlast but one\nlast\n")
     running.end()
-    found = [line for _, line in reader.tail_logs(running.folder, lambda _: True, 2, follow=False)]
-    assert found == ["last but one", "last"]
+    lines = [line for _, line in reader.tail_logs(running.folder, lambda _: True, 2, follow=False)]
+    assert lines == ["last but one", "last"]
     with path.open("r+b") as file:
         file.truncate(1 << 36)  # one line
-    found = [line for _, line in reader.tail_logs(running.folder, lambda _: True, 2, follow=False)]
-    assert max(map(len, found)) <= 6 * reader.MAX_LINE_BYTES
+    lines = [line for _, line in reader.tail_logs(running.folder, lambda _: True, 2, follow=False)]
+    assert max(map(len, lines)) <= 6 * reader.MAX_LINE_BYTES

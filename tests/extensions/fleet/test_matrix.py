@@ -92,11 +92,11 @@ def test_folds_are_trained_and_compared_with_two_commands(
     bases = {json.dumps(result["basis"]) for result in results}
     assert len(bases) == 1
 
-    compared = instar.compare([run.path for run in runs], by="seed")
-    (group,) = compared.groups
+    comparison = instar.compare([run.path for run in runs], by="seed")
+    (group,) = comparison.groups
     assert group.folds == (0, 1, 2)
-    assert compared.results["test/loss"][0].mean == pytest.approx(mean)
-    assert compared.results["test/loss"][0].deviation == pytest.approx(deviation)
+    assert comparison.results["test/loss"][0].mean == pytest.approx(mean)
+    assert comparison.results["test/loss"][0].deviation == pytest.approx(deviation)
     assert main(["logs", "compare", "fleets/lines", "--json"]) == 0
     facts: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert facts["arms"][0]["folds"] == [0, 1, 2]
@@ -127,8 +127,8 @@ def test_the_config_of_the_best_trial_is_a_file(
         "jobs: {train: {run: lines.yaml, set: {train.batch_size: '${w}', name: 'try-${attempt}', optimizer.weight_decay: 0.0}}}\n"
     )
     assert main(["fleet", "up", "rates.yaml"]) == 0
-    said = capsys.readouterr().err
-    assert "fleets/rates/best.yaml\nnext: instar train fleets/rates/best.yaml" in said
+    output = capsys.readouterr().err
+    assert "fleets/rates/best.yaml\nnext: instar train fleets/rates/best.yaml" in output
     text = (place / "fleets/rates/best.yaml").read_text()
     assert text.startswith("# written by instar fleet\n# best: trial ")
     trial = text.partition("trial ")[2][0]

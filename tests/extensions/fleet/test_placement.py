@@ -35,13 +35,13 @@ def _own_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_holder_is_named_and_its_text_cannot_reach_the_terminal() -> None:
-    held = try_lock_resource("gpu-0", "a run\x1b[31m of fleet f")
-    assert isinstance(held, Lock)
+    lock = try_lock_resource("gpu-0", "a run\x1b[31m of fleet f")
+    assert isinstance(lock, Lock)
     holder = try_lock_resource("gpu-0", "another")
     assert isinstance(holder, str)
     assert "of fleet f" in holder
     assert "\x1b" not in holder
-    held.close()
+    lock.close()
     assert isinstance(try_lock_resource("gpu-0", "another"), Lock)
 
 
@@ -131,40 +131,40 @@ def test_without_a_driver_nothing_is_visible(monkeypatch: pytest.MonkeyPatch) ->
     assert len(find_gpus("2", {"CUDA_VISIBLE_DEVICES": ""})) == 2  # pretended
 
 
-@pytest.mark.parametrize("made", ["folder", "link", "second name", "pipe"])
-def test_a_port_whose_lock_is_unusable_is_left_out_and_said(tmp_path: Path, made: str) -> None:
-    mine = tmp_path / "mine"
-    mine.write_text("mine")
+@pytest.mark.parametrize("kind", ["folder", "link", "second name", "pipe"])
+def test_a_port_whose_lock_is_unusable_is_left_out_and_said(tmp_path: Path, kind: str) -> None:
+    target = tmp_path / "mine"
+    target.write_text("mine")
     path = placement.locks_folder() / "port-24200.lock"
-    match made:
+    match kind:
         case "folder":
             path.mkdir()
         case "link":
-            path.symlink_to(mine)
+            path.symlink_to(target)
         case "second name":
-            os.link(mine, path)
+            os.link(target, path)
         case "pipe":
             os.mkfifo(path)
-    said: list[str] = []
-    port, lock = lock_port(24200, "test", said.append)
+    messages: list[str] = []
+    port, lock = lock_port(24200, "test", messages.append)
     lock.close()
     assert port > 24200
-    assert re.search(r"port 24200 is left out: .*port-24200\.lock cannot be locked: ", said[0])
+    assert re.search(r"port 24200 is left out: .*port-24200\.lock cannot be locked: ", messages[0])
     path.rename(path.with_name("gpu-pretended-0.lock"))
     with pytest.raises(Taken, match=r"GPU 0: .*cannot be locked"):
         lock_gpus(GPUS[:1], 1, (), "test")
-    assert mine.read_text() == "mine"
+    assert target.read_text() == "mine"
 
 
 def test_another_users_lock_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: object) -> int:
+    def deny(*_: object) -> int:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(placement.os, "open", refused)
-    said: list[str] = []
+    monkeypatch.setattr(placement.os, "open", deny)
+    messages: list[str] = []
     with pytest.raises(Taken, match=r"no port is free .*Permission denied"):
-        lock_port(32760, "test", said.append)
-    assert said
+        lock_port(32760, "test", messages.append)
+    assert messages
 
 
 def test_without_flock_gpus_and_ports_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

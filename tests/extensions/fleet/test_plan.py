@@ -76,16 +76,16 @@ def test_the_examples_can_be_planned(place: FleetPlace, monkeypatch: pytest.Monk
 def test_what_is_not_installed_is_said_by_plan_and_refused_by_up(place: FleetPlace) -> None:
     text = "name: far\njobs: {job: {command: no-such-server --port 1}}\n"
     (place.path / "fleet.yaml").write_text(text)
-    said = "there is no command 'no-such-server'"
+    message = "there is no command 'no-such-server'"
     code, output = place.run("plan", "fleet.yaml")
     assert code == 0, output
-    assert f"{said}; `up` needs it: install it" in output
+    assert f"{message}; `up` needs it: install it" in output
     code, output = place.run("doctor", "fleet.yaml", "--json")
     assert code == 4
-    assert f"{said}; install it" in output
+    assert f"{message}; install it" in output
     code, output = place.run("up", "fleet.yaml")
     assert code == 2
-    assert said in output
+    assert message in output
     assert not (place.path / "fleets").exists()
 
 
@@ -100,8 +100,10 @@ def test_a_disk_that_holds_locks_and_outputs_needs_room(
     plan = plan_fleet(
         tmp_path, "name: x\noutput_dir: outputs/${index}\njobs: {job: {command: [ls]}}\n"
     )
-    disks = [each for each in doctor.diagnose_fleet(plan, (), ()) if each.what.startswith("disk")]
-    assert [each.ok for each in disks] == [ok]
+    disks = [
+        check for check in doctor.diagnose_fleet(plan, (), ()) if check.what.startswith("disk")
+    ]
+    assert [check.ok for check in disks] == [ok]
 
 
 def test_text_of_a_matrix_stays_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +158,7 @@ def test_include_and_exclude(tmp_path: Path) -> None:
         jobs: {job: {command: "true ${seed} ${rate}"}}
         """,
     )
-    assert [tuple(each.values.values()) for each in plan.instances] == [
+    assert [tuple(instance.values.values()) for instance in plan.instances] == [
         (1, 0.1),
         (1, 0.2),
         (2, 0.2),
@@ -230,7 +232,7 @@ def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("added", "words"),
+    ("lines", "words"),
     [
         ("jobs: {a: {command: x, depends_on: {b: completed}}, b: {command: x, depends_on: {a: completed}}}", "circular dependency between a, b"),
         ("services: {s: {command: 'true', healthcheck: {http: /health}}}", "needs a port"),
@@ -265,9 +267,9 @@ def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
         ("jobs: {j: {command: 'true ${node_rank}'}}", "unknown variable ${node_rank}"),
     ],
 )  # fmt: skip
-def test_what_cannot_work_is_refused(tmp_path: Path, added: str, words: str) -> None:
+def test_what_cannot_work_is_refused(tmp_path: Path, lines: str, words: str) -> None:
     assert words in fleet_error(
-        tmp_path, f"name: wrong\n{added}\n".replace("command: x", "command: sh")
+        tmp_path, f"name: wrong\n{lines}\n".replace("command: x", "command: sh")
     )
 
 
@@ -305,7 +307,7 @@ def test_matrix_keys_are_keys_of_the_run(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("varied", "sets", "words"),
+    ("variation", "sets", "words"),
     [
         ("matrix: {optimizer.lr: [1e-3]}", "{optimizer.lr: 5e-4}", "'optimizer.lr' is in matrix and"),
         ("include: [{seed: 1}]", "{seed: 2}", "'seed' is in matrix and in jobs.train.set"),
@@ -315,11 +317,11 @@ def test_matrix_keys_are_keys_of_the_run(tmp_path: Path, monkeypatch: pytest.Mon
     ],
 )  # fmt: skip
 def test_no_value_of_a_run_replaces_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, varied: str, sets: str, words: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variation: str, sets: str, words: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text(RUN)
-    text = f"name: twice\n{varied}\njobs: {{train: {{run: run.yaml, set: {sets}}}}}\n"
+    text = f"name: twice\n{variation}\njobs: {{train: {{run: run.yaml, set: {sets}}}}}\n"
     assert words in fleet_error(tmp_path, text)
 
 
@@ -369,8 +371,8 @@ def test_a_run_on_several_nodes_is_started_by_torchrun_on_each(
         """,
         machine=ANY_MACHINE,
     )
-    given = {"nodes": 2, "node_rank": 1, "master_addr": "node7", "master_port": 8000}
-    variables = {**plan.instances[0].variables, **given}
+    node_variables = {"nodes": 2, "node_rank": 1, "master_addr": "node7", "master_port": 8000}
+    variables = {**plan.instances[0].variables, **node_variables}
     words = argv_of("train", plan.spec.jobs["train"], variables, "run.yaml")
     assert words[1:11] == [
         "-m",
@@ -393,7 +395,9 @@ def test_a_second_launcher_in_one_folder_is_refused(place: FleetPlace) -> None:
         "name: twice\njobs: {job: {command: [sh, -c, 'until test -e go; do sleep 0.1; done']}}\n"
     )
     first = place.start("up", "fleet.yaml")
-    status = place.wait("twice", lambda each: each["launcher"] is not None and each["instances"])
+    status = place.wait(
+        "twice", lambda snapshot: snapshot["launcher"] is not None and snapshot["instances"]
+    )
     code, output = place.run("resume", "twice")
     assert code == 2
     assert f"this fleet is running (launcher {status['launcher']})" in output

@@ -78,24 +78,25 @@ jobs:
 """,
     )
     logs = [
-        place.path / "fleets/nodes/logs/nodes-0" / each for each in ("job.log", "job.node1.log")
+        place.path / "fleets/nodes/logs/nodes-0" / log_name
+        for log_name in ("job.log", "job.node1.log")
     ]
 
-    def said(text: str) -> list[int]:
+    def occurrences(text: str) -> list[int]:
         return [log.read_text().count(text) if log.exists() else 0 for log in logs]
 
     launcher = place.start("up", "fleet.yaml")
-    place.wait("nodes", lambda _: said("of 2 on") == [1, 1], 150)
+    place.wait("nodes", lambda _: occurrences("of 2 on") == [1, 1], 150)
     # Ray chooses which node is the first
-    in_order = said("0 of 2 on 0") + said("1 of 2 on 4")
-    assert [1, 0, 0, 1] in (in_order, said("0 of 2 on 4") + said("1 of 2 on 0"))
+    in_order = occurrences("0 of 2 on 0") + occurrences("1 of 2 on 4")
+    assert [1, 0, 0, 1] in (in_order, occurrences("0 of 2 on 4") + occurrences("1 of 2 on 0"))
     launcher.send_signal(signal.SIGINT)
     output, _ = launcher.communicate(timeout=60)
     assert launcher.returncode == 75, output
     assert not place.living_pids()
     assert place.status("nodes")["instances"]["0"]["phase"] == "stopped"
     launcher = place.start("resume", "nodes")
-    place.wait("nodes", lambda _: said("of 2 on") == [2, 2], 150)
+    place.wait("nodes", lambda _: occurrences("of 2 on") == [2, 2], 150)
     launcher.kill()
     launcher.communicate()
     deadline = time.monotonic() + 2 + 2 + 2  # the graces of the host's process, and of node 1
@@ -105,8 +106,8 @@ jobs:
     (place.path / "go").touch()
     code, output = place.run("resume", "nodes")
     assert code == 0, output
-    assert said("of 2 on") == [3, 3]
-    assert not place.living_pids()
+    assert occurrences("of 2 on") == [3, 3]
+    assert not place.marked()
 
 
 @pytest.mark.timeout(420)  # Ray starts some ten processes per node, slowly on a busy machine
@@ -169,14 +170,14 @@ def test_the_instances_of_a_lost_node_begin_again_on_another(
     stays dead: this is the last test of the cluster."""
     write(place, cluster, f"name: lost\n{PAIR}")
     launcher = place.start("up", "fleet.yaml")
-    status = place.wait("lost", lambda each: count_of(each, "running") == 4, 150)
+    status = place.wait("lost", lambda snapshot: count_of(snapshot, "running") == 4, 150)
     used = [
-        {gpu for process in each["processes"].values() for gpu in process["gpus"]}
-        for each in status["instances"].values()
+        {gpu for process in instance["processes"].values() for gpu in process["gpus"]}
+        for instance in status["instances"].values()
     ]
     assert sorted(map(sorted, used)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     cluster.kill_second_node()
-    place.wait("lost", lambda each: count_of(each, "exited") == 2, 60)
+    place.wait("lost", lambda snapshot: count_of(snapshot, "exited") == 2, 60)
     (place.path / "go").touch()
     output, _ = launcher.communicate(timeout=150)
     assert launcher.returncode == 0, output
@@ -185,12 +186,12 @@ def test_the_instances_of_a_lost_node_begin_again_on_another(
     for name in ("prepared", "done"):
         assert sorted((place.path / name).read_text().split()) == ["0", "1", "2", "3"]
     after = place.status("lost")["instances"]
-    assert {each["phase"] for each in after.values()} == {"succeeded"}
-    attempts = sorted(each["processes"]["trainer"]["attempt"] for each in after.values())
+    assert {instance["phase"] for instance in after.values()} == {"succeeded"}
+    attempts = sorted(instance["processes"]["trainer"]["attempt"] for instance in after.values())
     assert attempts == [1, 1, 2, 2]
-    assert {gpu for each in after.values() for gpu in each["processes"]["trainer"]["gpus"]} <= {
-        *range(4)
-    }
+    assert {
+        gpu for instance in after.values() for gpu in instance["processes"]["trainer"]["gpus"]
+    } <= {*range(4)}
 
 
 def spec(**values: Any) -> FleetSpec:
@@ -200,17 +201,17 @@ def spec(**values: Any) -> FleetSpec:
 def test_an_instance_reserves_what_its_processes_need_in_total() -> None:
     job = {"command": "true", "resources": {"gpus": 1, "nodes": 2, "memory": "1GB"}}
     server = {"command": "true", "resources": {"gpus": 2, "cpus": 3}}
-    wanted = bundles(spec(services={"server": server}, jobs={"job": job}), None)
-    assert wanted == [
+    demand = bundles(spec(services={"server": server}, jobs={"job": job}), None)
+    assert demand == [
         {"CPU": 3.0, "GPU": 3.0, "memory": 1e9},
         {"CPU": 1.0, "GPU": 1.0, "memory": 1e9},
     ]
     small, large = {"CPU": 4, "GPU": 1, "memory": 4e9}, {"CPU": 4, "GPU": 4, "memory": 4e9}
-    assert misfit(wanted, [small, large]) == ""
+    assert misfit(demand, [small, large]) == ""
     assert "3 GPU, 1.0 GB memory on one of 2 nodes; the cluster has 2 nodes" in misfit(
-        wanted, [small, small]
+        demand, [small, small]
     )
-    assert misfit(wanted, [large])
+    assert misfit(demand, [large])
     assert bundles(spec(services={"server": server}), "0-7") == [{"CPU": 3.0}]
 
 

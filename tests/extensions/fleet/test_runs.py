@@ -67,14 +67,14 @@ def test_a_killed_fleet_goes_on_and_the_same_seed_gives_the_same_weights(
     code, output = place.run("status", "seeds")
     assert output.count("succeeded") == 1 + 3
     assert " 12 " in output  # the step of each run
-    compared = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "instar.cli.main", "logs", "compare", "runs", "--by", "seed"],
         cwd=place.path,
         capture_output=True,
         text=True,
         check=True,
     )
-    assert "±" in compared.stdout
+    assert "±" in result.stdout
 
 
 def test_a_fleet_goes_on_from_another_folder_and_after_it_was_moved(place: FleetPlace) -> None:
@@ -84,9 +84,9 @@ def test_a_fleet_goes_on_from_another_folder_and_after_it_was_moved(place: Fleet
     (place.path / "run.yaml").unlink()
     project = place.path / "project"
     project.mkdir()
-    for each in [*place.path.iterdir()]:
-        if each.name in ("fleets", "runs", "squares.txt", "tokens"):
-            each.rename(project / each.name)
+    for entry in [*place.path.iterdir()]:
+        if entry.name in ("fleets", "runs", "squares.txt", "tokens"):
+            entry.rename(project / entry.name)
     code, output = place.run("status", "project/fleets/seeds")
     assert " 12 " in output  # the step of the run that was moved
     code, output = place.run("resume", "project/fleets/seeds", "--only", "1")

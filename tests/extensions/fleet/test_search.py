@@ -65,7 +65,7 @@ class Player:
         self.search: Search = self.plan.spec.search
         self.folder = folder / "bowl"
         self.folder.mkdir(exist_ok=True)
-        self.said: list[str] = []
+        self.messages: list[str] = []
 
     def instance(self, index: int) -> Instance:
         return replace(self.plan.instances[index], output_dir=self.folder / f"runs/{index}")
@@ -76,7 +76,7 @@ class Player:
     def launch(self, todo: range | list[int], play: Callable[..., float] = bowl) -> None:
         """Run these trials as a launcher does."""
         trials = Trials(
-            self.search, self.folder, self.plan.instances, self.events(), todo, self.said.append
+            self.search, self.folder, self.plan.instances, self.events(), todo, self.messages.append
         )
         trials.log = log = StateLog(self.folder)
         for index in todo:
@@ -104,10 +104,14 @@ class Player:
         log.write(InstanceChanged(now(), instance.index, phase, reason))
 
     def values(self) -> dict[int, Any]:
-        return {i: dict(each.values) for i, each in fold_events(self.events()).instances.items()}
+        return {
+            i: dict(instance.values) for i, instance in fold_events(self.events()).instances.items()
+        }
 
     def phases(self) -> list[Phase]:
-        return [each.phase for _, each in sorted(fold_events(self.events()).instances.items())]
+        return [
+            instance.phase for _, instance in sorted(fold_events(self.events()).instances.items())
+        ]
 
 
 @pytest.mark.torture
@@ -118,30 +122,30 @@ def test_a_sampler_learns_and_a_pruner_stops_what_falls_behind(tmp_path: Path) -
     assert best is not None
     assert best.value < 0.2 + 1 / EVALUATIONS
     assert best.value == pytest.approx(bowl(dict(best.values)))
-    reached = [bowl(values) for _, values in sorted(player.values().items())]
-    assert median(reached[-10:]) < median(reached[:10])  # the first ten are drawn at random
+    scores = [bowl(values) for _, values in sorted(player.values().items())]
+    assert median(scores[-10:]) < median(scores[:10])  # the first ten are drawn at random
     phases = player.phases()
     assert 10 < phases.count("pruned") < 38
     assert set(phases) == {"pruned", "succeeded"}
-    assert not player.said
+    assert not player.messages
 
 
 def test_what_is_drawn_depends_on_seed_index_and_results_alone(tmp_path: Path) -> None:
     """Wherever a launcher is killed: the next one draws what it would have drawn."""
-    whole, parts, other = (Player(tmp_path / name) for name in ("whole", "parts", "other"))
-    whole.launch(range(12))
+    reference, parts, other = (Player(tmp_path / name) for name in ("whole", "parts", "other"))
+    reference.launch(range(12))
     for begin in range(0, 12, 3):
         parts.launch(range(begin, begin + 3))
-    assert parts.values() == whole.values()
-    assert parts.phases() == whole.phases()
+    assert parts.values() == reference.values()
+    assert parts.phases() == reference.phases()
     other.search = other.search.model_copy(update={"seed": 1})
     other.launch(range(3))
-    assert other.values()[0] != whole.values()[0]
+    assert other.values()[0] != reference.values()[0]
 
 
 def test_a_trial_that_was_cut_short_goes_on_with_its_values(tmp_path: Path) -> None:
-    whole, cut = Player(tmp_path / "whole"), Player(tmp_path / "cut")
-    whole.launch(range(12))
+    reference, cut = Player(tmp_path / "whole"), Player(tmp_path / "cut")
+    reference.launch(range(12))
 
     class Killed(Exception):  # noqa: N818
         pass
@@ -153,14 +157,14 @@ def test_a_trial_that_was_cut_short_goes_on_with_its_values(tmp_path: Path) -> N
 
     with pytest.raises(Killed):
         cut.launch(range(12), dies)
-    drawn = len(cut.values())
-    assert cut.values() == {index: whole.values()[index] for index in range(drawn)}
+    draw_count = len(cut.values())
+    assert cut.values() == {index: reference.values()[index] for index in range(draw_count)}
     (cut.folder / STUDY_FILE).write_bytes(b"SQLite format 3\0 but not really")
-    cut.launch(range(drawn - 1, 12))
-    assert cut.values() == whole.values()
-    drawn_events = [each.instance for each in cut.events() if isinstance(each, TrialDrawn)]
+    cut.launch(range(draw_count - 1, 12))
+    assert cut.values() == reference.values()
+    drawn_events = [event.instance for event in cut.events() if isinstance(event, TrialDrawn)]
     assert drawn_events == list(range(12))
-    assert cut.phases() == whole.phases()
+    assert cut.phases() == reference.phases()
 
 
 @pytest.mark.parametrize("before", [b"", b"not a database", None])
@@ -181,10 +185,10 @@ def test_the_study_file_is_made_anew_and_never_read(tmp_path: Path, before: byte
     assert (tmp_path / "precious").read_text() == "kept"
     storage = optuna.storages.RDBStorage(f"sqlite:///{path}")
     trials = optuna.load_study(study_name="bowl", storage=storage).trials
-    assert [each.params for each in trials] == [player.values()[index] for index in range(6)]
+    assert [trial.params for trial in trials] == [player.values()[index] for index in range(6)]
     states = {"succeeded": "COMPLETE", "pruned": "PRUNED"}
-    assert [each.state.name for each in trials] == [states[each] for each in player.phases()]
-    assert [each.user_attrs["run"] for each in trials] == [f"bowl-{index}" for index in range(6)]
+    assert [trial.state.name for trial in trials] == [states[phase] for phase in player.phases()]
+    assert [trial.user_attrs["run"] for trial in trials] == [f"bowl-{index}" for index in range(6)]
     storage.engine.dispose()
 
 
@@ -195,7 +199,7 @@ def test_a_study_file_that_cannot_be_written_is_named_and_the_search_goes_on(
     (player.folder / STUDY_FILE).mkdir()
     player.launch(range(3))
     assert len(player.phases()) == 3
-    (line,) = player.said
+    (line,) = player.messages
     assert "study.db is not written" in line
 
 
@@ -215,10 +219,10 @@ def test_a_trial_without_a_number_has_failed_and_the_search_goes_on(tmp_path: Pa
     player.launch([1])
     player.search = player.search.model_copy(update={"metric": "val/loss"})
     player.launch([2])
-    found = fold_events(player.events()).instances
-    assert [found[index].phase for index in range(3)] == ["failed", "failed", "succeeded"]
-    assert found[0].reason == "val/loss is not a number at step 40"
-    assert found[1].reason == "it recorded no val/accuracy, only val/loss"
+    instances = fold_events(player.events()).instances
+    assert [instances[index].phase for index in range(3)] == ["failed", "failed", "succeeded"]
+    assert instances[0].reason == "val/loss is not a number at step 40"
+    assert instances[1].reason == "it recorded no val/accuracy, only val/loss"
 
 
 def test_values_that_were_tampered_with_are_drawn_anew(tmp_path: Path) -> None:
@@ -253,7 +257,7 @@ def test_a_grid_is_every_combination_once(tmp_path: Path) -> None:
     assert search is not None
     player.search, player.plan = search, plan_fleet(tmp_path, text)
     player.launch(range(16))
-    assert len({tuple(each.values()) for each in player.values().values()}) == 16
+    assert len({tuple(trial_values.values()) for trial_values in player.values().values()}) == 16
 
 
 def test_evaluations_are_read_once_as_they_are_appended(tmp_path: Path) -> None:
@@ -373,17 +377,17 @@ def test_runs_are_pruned_and_can_be_resumed(place: FleetPlace, forks: Forks) -> 
     place.write(RATES)
     code, output = place.run("up", "fleet.yaml", timeout_s=300)
     assert code == 0, output
-    found = place.status("rates")["instances"]
-    assert [found[index]["phase"] for index in "01"] == ["succeeded", "pruned"], output
-    assert found["1"]["processes"]["train"]["attempt"] == 1  # it is not retried
+    instances = place.status("rates")["instances"]
+    assert [instances[index]["phase"] for index in "01"] == ["succeeded", "pruned"], output
+    assert instances["1"]["processes"]["train"]["attempt"] == 1  # it is not retried
     assert "best: trial 0, val/loss" in output
-    saved = (place.path / "runs/rates-1/checkpoints/latest").read_text().strip()
-    assert 10 <= int(saved.removeprefix("step-")) < 300
+    latest = (place.path / "runs/rates-1/checkpoints/latest").read_text().strip()
+    assert 10 <= int(latest.removeprefix("step-")) < 300
     code, output = place.run("resume", "rates", "--only", "1")
     assert code == 0, output
-    again = place.status("rates")["instances"]["1"]
-    assert again["phase"] == "succeeded"
-    assert again["values"] == found["1"]["values"]
+    instance = place.status("rates")["instances"]["1"]
+    assert instance["phase"] == "succeeded"
+    assert instance["values"] == instances["1"]["values"]
     assert (place.path / "runs/rates-1/checkpoints/step-300").exists()
 
 
@@ -450,18 +454,20 @@ jobs:
   job: {command: [python3, -I, -S, job.py, "${output_dir}", "${x}"], stop: {grace: 2s}}
 """)
     launcher = place.start("up", "fleet.yaml")
-    place.wait("killed", lambda each: each["instances"]["3"]["metric"] is not None)
+    place.wait("killed", lambda status: status["instances"]["3"]["metric"] is not None)
     launcher.send_signal(signal.SIGKILL)
     launcher.communicate()
-    drawn = {i: each["values"] for i, each in place.status("killed")["instances"].items()}
+    drawn_values = {
+        i: instance["values"] for i, instance in place.status("killed")["instances"].items()
+    }
     (place.path / "fleets/killed" / STUDY_FILE).write_bytes(b"damaged")
     (place.path / "go").touch()
     code, output = place.run("resume", "killed")
     assert code == 0, output
-    found = place.status("killed")["instances"]
-    assert {i: found[i]["values"] for i in drawn} == drawn
-    done = (place.path / "done").read_text().split("\n")[:-1]
-    assert done == [f"killed-{i} {found[str(i)]['values']['x']}" for i in range(6)]
+    instances = place.status("killed")["instances"]
+    assert {i: instances[i]["values"] for i in drawn_values} == drawn_values
+    done_lines = (place.path / "done").read_text().split("\n")[:-1]
+    assert done_lines == [f"killed-{i} {instances[str(i)]['values']['x']}" for i in range(6)]
     began = (place.path / "began").read_text().split("\n")[:-1]
-    assert began == sorted([*done, done[3]])
+    assert began == sorted([*done_lines, done_lines[3]])
     assert "best: trial" in output

@@ -39,14 +39,14 @@ def options_of(text: str) -> dict[str, str]:
     return {key: value for key, _, value in (line.partition("=") for line in lines)}
 
 
-def rendered(folder: Path, text: str = FLEET, gpus: str | None = None) -> str:
+def render_script(folder: Path, text: str = FLEET, gpus: str | None = None) -> str:
     (folder / "fleet.yaml").write_text(text)
     plan = make_plan(load_fleet(str(folder / "fleet.yaml")), ANY_MACHINE)
     return batch_script(plan, folder / "fleets/grpo", gpus, [0, 1, 3])
 
 
 def test_an_array_of_the_instances_with_what_all_processes_of_one_need(tmp_path: Path) -> None:
-    text = rendered(tmp_path)
+    text = render_script(tmp_path)
     logs = tmp_path / "fleets/grpo/slurm"
     assert options_of(text) == {
         "account": "physics",
@@ -76,7 +76,7 @@ def test_an_array_of_the_instances_with_what_all_processes_of_one_need(tmp_path:
 
 def test_what_is_not_given_is_left_to_the_cluster(tmp_path: Path) -> None:
     text = "name: grpo\nengine: slurm\nslurm: {requeue: false}\njobs: {j: {command: x, resources: {gpus: 1}}}\n"
-    options = options_of(rendered(tmp_path, text, "8"))
+    options = options_of(render_script(tmp_path, text, "8"))
     assert options.keys().isdisjoint({"time", "mem", "partition", "gpus-per-node", "requeue"})
     assert "no-requeue" in options
 
@@ -108,8 +108,8 @@ def test_the_jobs_in_a_copy_of_a_fleet_are_those_of_the_original(tmp_path: Path)
     (folder / "slurm/jobs.jsonl").write_text("\n".join(map(json.dumps, lines)))
     assert SlurmArrays(folder).jobs() == {0: "7", 1: "8"}
     assert SlurmArrays(Path(shutil.copytree(folder, tmp_path / "copy"))).jobs() == {}
-    moved = folder.rename(tmp_path / "moved")
-    assert SlurmArrays(moved).jobs() == {0: "7", 1: "8"}
+    new_folder = folder.rename(tmp_path / "moved")
+    assert SlurmArrays(new_folder).jobs() == {0: "7", 1: "8"}
 
 
 def test_a_cluster_that_is_not_there_is_named(

@@ -22,9 +22,9 @@ from instar.extensions.fleet.engines.spawner import Command, Spawner, Tree
 
 @pytest.fixture
 def spawner() -> Iterator[Spawner]:
-    made = Spawner()
-    yield made
-    made.close()
+    new_spawner = Spawner()
+    yield new_spawner
+    new_spawner.close()
 
 
 def _command(folder: Path, *argv: str, grace_s: float = 1.0) -> Command:
@@ -34,29 +34,29 @@ def _command(folder: Path, *argv: str, grace_s: float = 1.0) -> Command:
 
 
 def _messages(tree: Tree, until: str = "gone") -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    while not (found and until in found[-1]):
-        assert select.select([tree], [], [], 60)[0], found
-        found += tree.receive()
-    if "gone" in found[-1]:
+    messages: list[dict[str, Any]] = []
+    while not (messages and until in messages[-1]):
+        assert select.select([tree], [], [], 60)[0], messages
+        messages += tree.receive()
+    if "gone" in messages[-1]:
         tree.close()
-    return found
+    return messages
 
 
 def test_a_command_runs_with_its_log_and_its_result(spawner: Spawner, tmp_path: Path) -> None:
     argv = ("sh", "-c", "echo out; echo err >&2; exit 3")
-    *_, exited, gone = _messages(spawner.start(_command(tmp_path, *argv)))
-    assert exited["status"] == 3
-    assert not exited["stopped"]
-    assert gone == {"gone": True}
+    *_, exit_message, gone_message = _messages(spawner.start(_command(tmp_path, *argv)))
+    assert exit_message["status"] == 3
+    assert not exit_message["stopped"]
+    assert gone_message == {"gone": True}
     assert (tmp_path / "log").read_text() == "out\nerr\n"
     assert '"status": 3' in (tmp_path / "result").read_text()
 
 
 def test_a_command_that_cannot_be_started(spawner: Spawner, tmp_path: Path) -> None:
-    error, gone = _messages(spawner.start(_command(tmp_path, "no-such-command")))
+    error, gone_message = _messages(spawner.start(_command(tmp_path, "no-such-command")))
     assert error["error"] == "cannot start no-such-command: No such file or directory"
-    assert gone == {"gone": True}
+    assert gone_message == {"gone": True}
 
 
 def test_signals_reach_a_command_as_they_would_in_a_shell(spawner: Spawner, tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ time.sleep(30)
 
 
 @pytest.mark.parametrize(
-    ("words", "stopped"),
+    ("words", "expected"),
     [
         ("trap '' TERM; echo ready; sleep 0.5; exit 0", False),
         ("trap '' TERM; echo ready; sleep 0.5; exit 3", True),
@@ -84,7 +84,7 @@ time.sleep(30)
     ],
 )
 def test_a_command_that_ignores_the_signal_and_succeeds_was_not_stopped(
-    spawner: Spawner, tmp_path: Path, words: str, stopped: bool
+    spawner: Spawner, tmp_path: Path, words: str, expected: bool
 ) -> None:
     """It would be run again by a launcher that resumes, although it did all that it had to."""
     tree = spawner.start(_command(tmp_path, "sh", "-c", words, grace_s=30))
@@ -92,17 +92,17 @@ def test_a_command_that_ignores_the_signal_and_succeeds_was_not_stopped(
     while (tmp_path / "log").read_text() != "ready\n":
         time.sleep(0.01)
     tree.stop(signal.SIGTERM, 30)
-    exited, _ = _messages(tree)
-    assert exited["stopped"] is stopped
-    assert f'"stopped": {str(stopped).lower()}' in (tmp_path / "result").read_text()
+    exit_message, _ = _messages(tree)
+    assert exit_message["stopped"] is expected
+    assert f'"stopped": {str(expected).lower()}' in (tmp_path / "result").read_text()
 
 
 def test_a_command_that_ended_before_its_shim_heard_of_a_stop_was_not_stopped(
     spawner: Spawner, tmp_path: Path
 ) -> None:
     tree = spawner.start(_command(tmp_path, "sh", "-c", "sleep 0.5"))
-    (started,) = _messages(tree, until="pid")
-    command = psutil.Process(started["pid"])
+    (start_message,) = _messages(tree, until="pid")
+    command = psutil.Process(start_message["pid"])
     shim = command.parent()
     assert shim is not None
     shim.suspend()
@@ -112,9 +112,9 @@ def test_a_command_that_ended_before_its_shim_heard_of_a_stop_was_not_stopped(
         tree.stop(signal.SIGTERM, 1.0)
     finally:
         shim.resume()
-    exited, _ = _messages(tree)
-    assert exited["status"] == 0
-    assert not exited["stopped"]
+    exit_message, _ = _messages(tree)
+    assert exit_message["status"] == 0
+    assert not exit_message["stopped"]
 
 
 @pytest.mark.parametrize("words", ["exit 3", "kill -9 $$"])
@@ -126,10 +126,10 @@ def test_temporary_files_are_deleted_with_their_tree(
     text = f'mkdir "$TMPDIR/folder"; echo "$TMPDIR"; touch "$TMPDIR/folder/file"; {words}'
     command = replace(_command(tmp_path, "sh", "-c", text), env=env, scratch=True)
     _messages(spawner.start(command))
-    made = Path((tmp_path / "log").read_text().strip())
-    assert made.parent == tmp_path / "base"
-    assert len(made.name) < 24
-    assert not list(made.parent.iterdir())
+    scratch_folder = Path((tmp_path / "log").read_text().strip())
+    assert scratch_folder.parent == tmp_path / "base"
+    assert len(scratch_folder.name) < 24
+    assert not list(scratch_folder.parent.iterdir())
     env["TMPDIR"] = str(tmp_path / "missing")  # then it is as the command finds it
     _messages(spawner.start(replace(command, env=env)))
     assert str(tmp_path / "missing") in (tmp_path / "log").read_text()
@@ -140,23 +140,23 @@ DAEMON = "(setsid sh -c 'trap \"\" TERM; sleep 60' &) ; trap '' TERM; sleep 60"
 
 def test_a_tree_ends_with_its_daemons(spawner: Spawner, tmp_path: Path) -> None:
     tree = spawner.start(_command(tmp_path, "sh", "-c", DAEMON))
-    (started,) = _messages(tree, until="pid")
-    children = _descendants_when(started["pid"], 1)
+    (start_message,) = _messages(tree, until="pid")
+    children = _descendants_when(start_message["pid"], 1)
     began = time.monotonic()
     tree.stop(signal.SIGTERM, 0.5)
-    *_, exited, _ = _messages(tree)
-    assert exited["status"] == -signal.SIGKILL
-    assert exited["stopped"]
+    *_, exit_message, _ = _messages(tree)
+    assert exit_message["status"] == -signal.SIGKILL
+    assert exit_message["stopped"]
     assert time.monotonic() - began < 10
-    assert not any(each.is_running() for each in children)
+    assert not any(child.is_running() for child in children)
 
 
 def test_processes_that_a_finished_command_leaves_are_ended(
     spawner: Spawner, tmp_path: Path
 ) -> None:
     tree = spawner.start(_command(tmp_path, "sh", "-c", "setsid sleep 60 & echo $! > left"))
-    *_, exited, _ = _messages(tree)
-    assert exited["status"] == 0
+    *_, exit_message, _ = _messages(tree)
+    assert exit_message["status"] == 0
     assert not psutil.pid_exists(int((tmp_path / "left").read_text()))
 
 
@@ -183,15 +183,15 @@ def test_a_lock_is_held_until_the_tree_has_ended(spawner: Spawner, tmp_path: Pat
 
 def test_a_killed_shim_takes_its_tree_with_it(spawner: Spawner, tmp_path: Path) -> None:
     tree = spawner.start(_command(tmp_path, "sh", "-c", DAEMON))
-    (started,) = _messages(tree, until="pid")
-    command = psutil.Process(started["pid"])
-    children = _descendants_when(started["pid"], 1)
+    (start_message,) = _messages(tree, until="pid")
+    command = psutil.Process(start_message["pid"])
+    children = _descendants_when(start_message["pid"], 1)
     shim = command.parent()
     assert shim is not None
     shim.kill()
     assert _messages(tree) == [{"gone": True}]
     psutil.wait_procs([command, *children], timeout=10)
-    assert not any(each.is_running() for each in (command, *children))
+    assert not any(process.is_running() for process in (command, *children))
 
 
 LAUNCHER = """\
@@ -214,7 +214,7 @@ def test_nothing_outlives_a_killed_launcher(tmp_path: Path) -> None:
     with subprocess.Popen(argv, stdout=subprocess.PIPE) as launcher:
         assert launcher.stdout is not None
         assert launcher.stdout.readline() == b"ready\n"
-        pids = [int(each) for each in (tmp_path / "pids").read_text().split()]
+        pids = [int(text) for text in (tmp_path / "pids").read_text().split()]
         trees = [psutil.Process(pid) for pid in pids]
         every = [*trees, *(child for tree in trees for child in tree.children(recursive=True))]
         launcher.kill()
@@ -227,12 +227,12 @@ def test_nothing_outlives_a_killed_launcher(tmp_path: Path) -> None:
         time.sleep(0.02)
 
 
-def _descendants_when(pid: int, least: int) -> list[psutil.Process]:
+def _descendants_when(pid: int, min_count: int) -> list[psutil.Process]:
     """The other processes of a tree, once there are some."""
     while True:
         shim = psutil.Process(pid).parent()
         assert shim is not None
-        found = [each for each in shim.children(recursive=True) if each.pid != pid]
-        if len(found) >= least and any(each.name() == "sleep" for each in found):
-            return found
+        descendants = [child for child in shim.children(recursive=True) if child.pid != pid]
+        if len(descendants) >= min_count and any(child.name() == "sleep" for child in descendants):
+            return descendants
         time.sleep(0.02)

@@ -62,5 +62,5 @@ def test_a_connection_is_what_tcp_asks_for() -> None:
 def test_a_pause_ends_whatever_the_file_of_the_last_start_says() -> None:
     for last_start, wait_s in ((b"98.0", 3.0), (b"90.0", 0.0), (b"100.0", 5.0), (b"1e9", 5.0)):
         assert stagger_pause_s(last_start, 5.0, 100.0) == wait_s
-    for damaged in (b"", b"nan", b"-inf", b"inf", b"soon", b"\xff", b"9" * 64):
-        assert 0 <= stagger_pause_s(damaged, 5.0, 100.0) <= 5.0, damaged
+    for content in (b"", b"nan", b"-inf", b"inf", b"soon", b"\xff", b"9" * 64):
+        assert 0 <= stagger_pause_s(content, 5.0, 100.0) <= 5.0, content

@@ -46,14 +46,14 @@ EVENTS: list[FleetEvent] = [
 
 def _view(launcher: int | None, *more: FleetEvent) -> FleetView:
     progress = {0: RunProgress(1200, 3.21, 2, 100.0)}
-    found = fold_events([*EVENTS, *more])
-    return fleet_view("grpo", found, launcher, PLANNED, ("server",), progress)
+    status = fold_events([*EVENTS, *more])
+    return fleet_view("grpo", status, launcher, PLANNED, ("server",), progress)
 
 
 def test_rows_show_each_instance_and_its_processes() -> None:
     view = _view(99)
-    assert [each.state for each in view.instances] == ["running", "failed", "waiting"]
-    assert [each.is_service for each in view.instances[0].processes] == [True, False]
+    assert [row.state for row in view.instances] == ["running", "failed", "waiting"]
+    assert [row.is_service for row in view.instances[0].processes] == [True, False]
     assert title(view) == "grpo: running (1 running, 1 failed, 1 waiting)"
     assert list(fleet_table(view, 40.0)) == [
         ("0", "seed0", "running", "1,200", "3.210", "1m00", "2", "1", ""),
@@ -67,8 +67,8 @@ def test_rows_show_each_instance_and_its_processes() -> None:
 def test_nothing_runs_without_a_launcher() -> None:
     view = _view(None)
     assert view.state == "launcher died"
-    assert [each.state for each in view.instances] == ["stopped", "failed", "waiting"]
-    assert [each.state for each in view.instances[0].processes] == ["ended", "ended"]
+    assert [row.state for row in view.instances] == ["stopped", "failed", "waiting"]
+    assert [row.state for row in view.instances[0].processes] == ["ended", "ended"]
     assert view.instances[0].eta_s(40.0) is None
     assert _view(None, Ended(9.0, 75)).state == "stopped"
     assert _view(None, Ended(9.0, 4)).state == "failed"
@@ -95,29 +95,29 @@ def test_json_has_what_was_recorded_and_what_the_runs_have_reached() -> None:
 def test_runs_that_differ_in_their_seed_alone_have_a_mean() -> None:
     """Of each value of the matrix, over those that have succeeded."""
     losses = {0: 1.0, 1: 2.0, 2: 9.0, 3: 4.0, 4: 5.0}
-    planned = [
+    instances = [
         Instance(n, {"seed": n % 3, "model.n_layer": n // 3}, f"r{n}", Path(f"runs/r{n}"), {})
         for n in losses
     ]
-    ended: list[FleetEvent] = [
+    events: list[FleetEvent] = [
         InstanceChanged(2.0, n, "failed" if n == 2 else "succeeded") for n in losses
     ]
     progress = {n: RunProgress(10, loss, 0, None) for n, loss in losses.items()}
-    found = fold_events([Started(1.0, 7, "here", "", tuple(losses)), *ended])
-    view = fleet_view("seeds", found, None, planned, (), progress)
-    assert [each.text for each in view.means] == [
+    status = fold_events([Started(1.0, 7, "here", "", tuple(losses)), *events])
+    view = fleet_view("seeds", status, None, instances, (), progress)
+    assert [mean.text for mean in view.means] == [
         "seeds n_layer=0: loss 1.5000 ±0.71 over 2 runs",
         "seeds n_layer=1: loss 4.5000 ±0.71 over 2 runs",
     ]
-    assert fleet_json(view, found, 9.0)["means"][0]["loss"] == 1.5
+    assert fleet_json(view, status, 9.0)["means"][0]["loss"] == 1.5
     assert _view(99).means == ()
 
 
 def _folder(path: Path, spec: dict[str, object]) -> Path:
     folder = path / "fleets" / "two"
     folder.mkdir(parents=True)
-    kept = {"format": "instar-fleet/1", "spec": spec, "configs": {}, "gpus": None}
-    (folder / "fleet.json").write_text(json.dumps(kept | {"cwd": str(path)}))
+    fleet_record = {"format": "instar-fleet/1", "spec": spec, "configs": {}, "gpus": None}
+    (folder / "fleet.json").write_text(json.dumps(fleet_record | {"cwd": str(path)}))
     (folder / "state.jsonl").write_text(
         '{"kind":"started","time":1.0,"pid":1,"host":"h","boot":"","instances":[0]}\n'
         '{"kind":"instance","time":1.0,"instance":0,"phase":"running"}\n'
@@ -133,7 +133,7 @@ def test_a_run_is_read_again_when_its_record_grows(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     reader = FleetReader(_folder(tmp_path, SPEC))
-    assert [each.progress for each in reader.read().instances] == [None, None]
+    assert [instance.progress for instance in reader.read().instances] == [None, None]
     run = tmp_path / "runs" / "two-0"
     run.mkdir(parents=True)
     (run / "run.yaml").write_text("train:\n  until: [40it, 3ep]\n")
@@ -166,17 +166,17 @@ def test_trials_that_cannot_be_ranked_with_the_best_are_named(
     folder = _folder(tmp_path, spec)
     with (folder / "state.jsonl").open("a") as file:
         for index, samples in enumerate(("4", "4", "8")):
-            saved = tmp_path / "runs" / f"t{index}" / "checkpoints"
-            (saved / "step-4").mkdir(parents=True)
-            (saved / "latest").write_text("step-4\n")
+            checkpoints = tmp_path / "runs" / f"t{index}" / "checkpoints"
+            (checkpoints / "step-4").mkdir(parents=True)
+            (checkpoints / "latest").write_text("step-4\n")
             basis = {"evaluated samples": samples, "vocabulary": "26"}
-            (saved / "step-4" / "state.json").write_text(json.dumps({"basis": basis}))
+            (checkpoints / "step-4" / "state.json").write_text(json.dumps({"basis": basis}))
             events = (
                 {"kind": "trial", "values": {"eval.eval_iters": 1}},
                 {"kind": "evaluation", "step": 4, "value": 3.0 - index},
                 {"kind": "instance", "phase": "succeeded"},
             )
-            lines = (json.dumps({"time": 2.0, "instance": index, **each}) for each in events)
+            lines = (json.dumps({"time": 2.0, "instance": index, **event}) for event in events)
             file.writelines(f"{line}\n" for line in lines)
     view = FleetReader(folder).read(runs=False)
     assert view.best is not None
@@ -200,5 +200,5 @@ def test_a_file_that_cannot_be_expanded_leaves_what_was_recorded(
     tmp_path: Path, changes: dict[str, object]
 ) -> None:
     view = FleetReader(_folder(tmp_path, SPEC | changes)).read()
-    assert [each.index for each in view.instances] == [0]
+    assert [instance.index for instance in view.instances] == [0]
     assert view.state == "launcher died"

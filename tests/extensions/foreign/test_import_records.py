@@ -49,10 +49,10 @@ def same(value: Any, other: Any) -> bool:
 
 def run_of(instar: Instar, place: Path, tool: str, path: Path) -> str:
     """Import a record; return the folder of its first run, of which the command says the same."""
-    done = instar("logs", "import", str(path))
-    folder = done.stdout.splitlines()[0]
+    result = instar("logs", "import", str(path))
+    folder = result.stdout.splitlines()[0]
     assert folder.startswith(f"runs/{NAMES[tool]}-")
-    assert f"{folder}: {ORIGINS[tool]}: loss ← " in done.stderr
+    assert f"{folder}: {ORIGINS[tool]}: loss ← " in result.stderr
     assert sorted(entry.name for entry in (place / folder).iterdir()) == ["events.jsonl"]
     return folder
 
@@ -65,8 +65,8 @@ def test_a_table_of_lightning_that_was_edited_is_one_by_its_name(
     text = "epoch,step,train_loss,val_loss,val_acc\r\n0,1,3.0,,\r\n0,2,2.5,2.6,0.5\r\n"
     (folder / "metrics.csv").write_text(text)
     for words in ((), ("--from", "lightning")):
-        done = instar("logs", "import", "lightning_logs/version_0", *words)
-        assert "Lightning's metrics.csv" in done.stderr
+        result = instar("logs", "import", "lightning_logs/version_0", *words)
+        assert "Lightning's metrics.csv" in result.stderr
     (folder / "own.csv").write_text(text)
     instar("logs", "import", "lightning_logs/version_0/own.csv", code=2)
 
@@ -76,8 +76,8 @@ def test_an_axis_that_a_record_does_not_have_is_named(
 ) -> None:
     write_run(place / "runs" / "mine-abcde", {1: 4.0, 4: 3.0}, {4: 3.5})
     folder = run_of(instar, place, "tensorboard", record_of("tensorboard").path)
-    refused = instar("logs", "compare", folder, "runs/mine-abcde", "--x", "tokens", code=2)
-    assert f"--x: the record of {folder} has no tokens; give another axis" in refused.stderr
+    refusal = instar("logs", "compare", folder, "runs/mine-abcde", "--x", "tokens", code=2)
+    assert f"--x: the record of {folder} has no tokens; give another axis" in refusal.stderr
     assert "loss" in instar("logs", "compare", folder, "runs/mine-abcde").stdout
 
 
@@ -90,12 +90,12 @@ def test_a_record_is_read_beside_runs_of_our_own(
     folder = run_of(instar, place, tool, record.path)
 
     # drawn and compared: the tool's own figures
-    drawn = instar(
+    plot = instar(
         "logs", "plot", folder, "--metrics", ",".join(record.curves), "--format", "json"
     ).stdout
     curves = {
         curve["metric"]: list(zip(curve["x"], curve["value"], strict=True))
-        for panel in json.loads(drawn)["panels"]
+        for panel in json.loads(plot)["panels"]
         for curve in panel["curves"]
     }
     assert curves.keys() == record.curves.keys()
@@ -106,10 +106,10 @@ def test_a_record_is_read_beside_runs_of_our_own(
             assert same(value, figure), (name, step)
     step, value = next(p for p in record.curves["loss"][::-1] if math.isfinite(p[1]))
     at = ("--metric", "loss", "--at", f"step={step}", "--json")
-    compared = json.loads(instar("logs", "compare", folder, "mine", *at).stdout)
-    (cell,) = compared["metrics"]["loss"][Path(folder).name]
+    comparison = json.loads(instar("logs", "compare", folder, "mine", *at).stdout)
+    (cell,) = comparison["metrics"]["loss"][Path(folder).name]
     assert same(cell["mean"], value)
-    assert any(f"{Path(folder).name}: imported from" in text for text in compared["warnings"])
+    assert any(f"{Path(folder).name}: imported from" in text for text in comparison["warnings"])
 
     # listed and summarized: marked
     rows = json.loads(instar("logs", "list", "--json").stdout)
@@ -122,9 +122,9 @@ def test_a_record_is_read_beside_runs_of_our_own(
     )
     assert same(row["loss"], record.curves["loss"][-1][1])
     assert {row["imported_from"] for row in rows if row["name"] == "mine"} == {None}
-    listed = instar("logs", "list").stdout.splitlines()
-    assert listed[0].endswith("imported from")
-    assert any(line.endswith(ORIGINS[tool]) for line in listed)
+    listing = instar("logs", "list").stdout.splitlines()
+    assert listing[0].endswith("imported from")
+    assert any(line.endswith(ORIGINS[tool]) for line in listing)
     summary = instar("logs", "summary", folder).stdout
     assert f"imported     from {ORIGINS[tool]}\n" in summary
     assert ORIGINS[tool] in instar("logs", "events", folder).stdout.splitlines()[0]
@@ -150,8 +150,8 @@ def test_a_checkpoint_of_transformers_is_a_record_of_its_own_steps(
     text = instar("logs", "summary", folder).stdout
     assert "started" not in text
     assert "active" not in text
-    refused = instar("logs", "plot", folder, "--x", "wall", code=2)
-    assert "has no values on the axis wall_s" in refused.stderr
+    refusal = instar("logs", "plot", folder, "--x", "wall", code=2)
+    assert "has no values on the axis wall_s" in refusal.stderr
     for run in ("--x", "tokens"), ("--x", "epoch"):
         instar("logs", "plot", folder, *run, "--format", "json")
 
@@ -173,11 +173,11 @@ def test_a_run_of_wandb_has_its_config_and_its_clock(
     record_of: RecordOf, instar: Instar, place: Path
 ) -> None:
     folder = run_of(instar, place, "wandb", record_of("wandb").path)
-    said = instar("logs", "import", str(record_of("wandb").path.parent)).stderr
-    assert "steps are those of train/global_step" in said
-    assert "3 histograms left out" in said
-    assert "1 NaN or infinite value kept" in said
-    assert "axes: epoch ← train/epoch" in said
+    output = instar("logs", "import", str(record_of("wandb").path.parent)).stderr
+    assert "steps are those of train/global_step" in output
+    assert "3 histograms left out" in output
+    assert "1 NaN or infinite value kept" in output
+    assert "axes: epoch ← train/epoch" in output
     summary = numbers(instar, folder)
     assert summary["started"] > 1.7e9
     assert summary["wall_s"] > 0
@@ -197,25 +197,25 @@ def test_a_project_of_trackio_has_a_run_for_each_of_its_own(
     folders = instar("logs", "import", str(path)).stdout.splitlines()
     assert [folder.partition("-")[0] for folder in folders] == ["runs/first", "runs/second"]
     assert sorted(path.rglob("*")) == before
-    compared = json.loads(instar("logs", "compare", *folders, "--at", "step=7", "--json").stdout)
-    first, second = (compared["metrics"]["loss"][Path(folder).name][0] for folder in folders)
+    comparison = json.loads(instar("logs", "compare", *folders, "--at", "step=7", "--json").stdout)
+    first, second = (comparison["metrics"]["loss"][Path(folder).name][0] for folder in folders)
     assert same(second["mean"], first["mean"] + 1)
     rates = dict(zip([Path(folder).name for folder in folders], [0.1, 0.05], strict=True))
-    assert compared["config"] == {"lr": rates}
-    refused = instar("logs", "import", str(path), "--to", "runs/both", code=2)
-    assert "it is the folder of one run, and there are several" in refused.stderr
+    assert comparison["config"] == {"lr": rates}
+    refusal = instar("logs", "import", str(path), "--to", "runs/both", code=2)
+    assert "it is the folder of one run, and there are several" in refusal.stderr
     assert not (place / "runs" / "both").exists()
 
 
 def test_what_tensorboard_has_besides_scalars_is_counted(
     record_of: RecordOf, instar: Instar
 ) -> None:
-    said = instar("logs", "import", str(record_of("tensorboard").path), "--to", "board").stderr
-    assert "3 histograms left out" in said
-    assert "1 image left out" in said
-    assert "cut off" not in said
-    again = instar("logs", "import", str(record_of("tensorboard").path), "--to", "board", code=3)
-    assert "board is not empty" in again.stderr
+    output = instar("logs", "import", str(record_of("tensorboard").path), "--to", "board").stderr
+    assert "3 histograms left out" in output
+    assert "1 image left out" in output
+    assert "cut off" not in output
+    refusal = instar("logs", "import", str(record_of("tensorboard").path), "--to", "board", code=3)
+    assert "board is not empty" in refusal.stderr
 
 
 def test_an_output_of_nanogpt_has_tokens_and_both_losses(
@@ -225,8 +225,8 @@ def test_an_output_of_nanogpt_has_tokens_and_both_losses(
     summary = numbers(instar, folder)
     assert (summary["tokens"], summary["unit"]) == (7 * 1024, "token")
     assert same(summary["last"]["train/loss"]["value"], 0.9)
-    said = instar("logs", "import", str(record_of("nanogpt").path)).stderr
-    assert "mfu left out where nanoGPT had not measured it yet: 5" in said
+    output = instar("logs", "import", str(record_of("nanogpt").path)).stderr
+    assert "mfu left out where nanoGPT had not measured it yet: 5" in output
 
 
 def test_a_log_that_forgather_still_writes_is_read_as_far_as_it_goes(
@@ -237,8 +237,8 @@ def test_a_log_that_forgather_still_writes_is_read_as_far_as_it_goes(
     summary = numbers(instar, folder)
     assert summary["reason"].startswith("its record has no end")
     assert (summary["started"], summary["wall_s"]) == (1.7e9, 7.0)
-    said = instar("logs", "import", str(path.parent)).stderr
-    assert "read up to line 11, where it is cut off (20 bytes left out)" in said
+    output = instar("logs", "import", str(path.parent)).stderr
+    assert "read up to line 11, where it is cut off (20 bytes left out)" in output
     complete = path.read_text().rpartition(",\n")[0] + "\n]"
     (place / "trainer_logs.json").write_text(complete)
     folder = instar("logs", "import", "trainer_logs.json").stdout.strip()
@@ -247,11 +247,11 @@ def test_a_log_that_forgather_still_writes_is_read_as_far_as_it_goes(
 
 def test_losses_of_other_names_are_named(record_of: RecordOf, instar: Instar) -> None:
     path = str(record_of("trackio").path)
-    done = instar("logs", "import", path, "--loss", "val_loss", "--val", "train_loss", "--json")
-    runs = json.loads(done.stdout)
+    result = instar("logs", "import", path, "--loss", "val_loss", "--val", "train_loss", "--json")
+    runs = json.loads(result.stdout)
     assert [run["metrics"] for run in runs] == [{"val_loss": "loss", "train_loss": "val/loss"}] * 2
-    refused = instar("logs", "import", path, "--loss", "trian_loss", code=2)
-    assert "there is no metric 'trian_loss'; did you mean 'train_loss'?" in refused.stderr
+    refusal = instar("logs", "import", path, "--loss", "trian_loss", code=2)
+    assert "there is no metric 'trian_loss'; did you mean 'train_loss'?" in refusal.stderr
 
 
 def test_what_is_exported_and_imported_is_the_same_run(instar: Instar, place: Path) -> None:
@@ -260,17 +260,17 @@ def test_what_is_exported_and_imported_is_the_same_run(instar: Instar, place: Pa
     instar("logs", "export", "mine", "--to", "tensorboard", "-o", "boards")
     (path,) = (place / "boards").rglob("*tfevents*")
     folder = instar("logs", "import", str(path), "--to", "runs/back").stdout.strip()
-    mine, back = (find_run(name, place / "runs").events for name in ("mine", "back"))
+    own_events, back_events = (find_run(name, place / "runs").events for name in ("mine", "back"))
     rows = [
         [event for event in map(json.loads, lines) if event["kind"] in ("train", "eval")]
-        for lines in (mine.read_text().splitlines(), back.read_text().splitlines())
+        for lines in (own_events.read_text().splitlines(), back_events.read_text().splitlines())
     ]
     assert folder == "runs/back"
     assert len(rows[0]) == len(rows[1]) == 10
-    for ours, imported in zip(*rows, strict=True):
+    for own_event, back_event in zip(*rows, strict=True):
         for name in ("kind", "step", "samples", "tokens", "flops", "wall_s", "active_s"):
-            assert imported[name] == ours[name], name
-        assert imported["loss"] == pytest.approx(ours["loss"], rel=1e-6)
+            assert back_event[name] == own_event[name], name
+        assert back_event["loss"] == pytest.approx(own_event["loss"], rel=1e-6)
 
 
 REFUSED = (
@@ -293,8 +293,8 @@ def test_what_needs_a_model_is_refused_in_a_sentence(
     instar("logs", "import", "metrics.csv", "--to", "runs/theirs")
     before = (place / "runs/theirs/events.jsonl").read_bytes()
     code = 3 if words[0] == "checkpoint" else 2
-    refused = instar(*words, code=code).stderr
-    assert "runs/theirs was imported from Lightning's metrics.csv" in refused
-    assert "Traceback" not in refused
+    refusal = instar(*words, code=code).stderr
+    assert "runs/theirs was imported from Lightning's metrics.csv" in refusal
+    assert "Traceback" not in refusal
     assert (place / "runs/theirs/events.jsonl").read_bytes() == before
     assert [entry.name for entry in (place / "runs/theirs").iterdir()] == ["events.jsonl"]

@@ -37,15 +37,15 @@ def _forked_reader(forks: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("instar.processes.child.sys.executable", str(forks.python))
 
 
-def imported(
+def import_run(
     folder: Path, content: object, *, data: Path | None = None, **options: Any
 ) -> tuple[Path, list[str]]:
     """Import a checkpoint of nanoGPT; return the run's checkpoint and what was said."""
     torch.save(content, folder / "ckpt.pt")
-    said: list[str] = []
+    messages: list[str] = []
     options = {"tokenizer": None, "data": data or write_data(folder / "squares"), **options}
-    path = import_checkpoint(folder / "ckpt.pt", folder / "run", say=said.append, **options)
-    return path, said
+    path = import_checkpoint(folder / "ckpt.pt", folder / "run", say=messages.append, **options)
+    return path, messages
 
 
 def events(run: Path, kind: type) -> list[Any]:
@@ -54,8 +54,8 @@ def events(run: Path, kind: type) -> list[Any]:
 
 def steps_here(run: Path, first: int, count: int) -> list[Tensor]:
     """Return the windows of the run's steps, [samples, T + 1] each."""
-    prepared = preflight(load_run_config(str(run / "run.yaml"), resuming=True), 1)
-    source, order = prepared.spec.task(prepared.config).train_samples()
+    preparation = preflight(load_run_config(str(run / "run.yaml"), resuming=True), 1)
+    source, order = preparation.spec.task(preparation.config).train_samples()
     steps = []
     for step in range(first, first + count):
         plan = plan_step(8 * step, order.samples_per_epoch, 8)
@@ -92,7 +92,7 @@ def test_a_run_goes_on_as_it_would_have_there(
     """The same batches: logits, validation losses, rates, weights and both moments."""
     monkeypatch.chdir(tmp_path)
     training.train(random_steps(20, seed=3))
-    path, _ = imported(tmp_path, training.checkpoint(prefix))
+    path, _ = import_run(tmp_path, training.checkpoint(prefix))
     run = path.parent.parent
     assert path.name == "step-20"
     tokens = random_steps(1, seed=4)[0][:, :-1]
@@ -114,10 +114,10 @@ def test_a_run_goes_on_as_it_would_have_there(
     last = load_checkpoint(run / "checkpoints" / f"step-{20 + MORE}")
     arch = instar.load_model(run).arch
     for kind, expected in states_by_name(training).items():
-        ours = last.tensors("optimizer" if kind else "model")
+        tensors = last.tensors("optimizer" if kind else "model")
         for name, tensor in from_tensors(arch, as_gpt2(expected)).items():
-            found = ours[f"{name}/{kind}" if kind else name]
-            torch.testing.assert_close(found, tensor, rtol=1e-3, atol=1e-5, msg=f"{name} {kind}")
+            actual = tensors[f"{name}/{kind}" if kind else name]
+            torch.testing.assert_close(actual, tensor, rtol=1e-3, atol=1e-5, msg=f"{name} {kind}")
     for name in arch.parameters():
         assert last.tensors("optimizer")[f"{name}/step"].item() == 20 + MORE
 
@@ -141,13 +141,15 @@ def test_moments_of_another_parameter_are_seen(tmp_path: Path) -> None:
     training.train(random_steps(3, seed=3))
     content = training.checkpoint()
     states = content["optimizer"]["state"]
-    alike = [n for n, state in states.items() if state["exp_avg"].shape == (48, 16)]
-    states[alike[0]], states[alike[1]] = states[alike[1]], states[alike[0]]
-    path, _ = imported(tmp_path, content)
-    found = load_checkpoint(path).tensors("optimizer")
+    same_shape = [n for n, state in states.items() if state["exp_avg"].shape == (48, 16)]
+    states[same_shape[0]], states[same_shape[1]] = states[same_shape[1]], states[same_shape[0]]
+    path, _ = import_run(tmp_path, content)
+    moments = load_checkpoint(path).tensors("optimizer")
     arch = instar.load_model(path).arch
     expected = from_tensors(arch, as_gpt2(states_by_name(training)["exp_avg"]))
-    wrong = {n for n, tensor in expected.items() if not torch.equal(found[f"{n}/exp_avg"], tensor)}
+    wrong = {
+        n for n, tensor in expected.items() if not torch.equal(moments[f"{n}/exp_avg"], tensor)
+    }
     assert wrong == {
         f"blocks.{n}.attn.{part}.weight" for n in (0, 1) for part in ("query", "key", "value")
     }
@@ -162,9 +164,9 @@ def test_the_arguments_become_keys_and_the_rest_is_said(
     torch.save(training.checkpoint(), "ckpt.pt")
     write_data(Path("squares"))
     assert main(["checkpoint", "import", "ckpt.pt", "--data", "squares", "--to", "run"]) == 0
-    printed = capsys.readouterr()
-    assert printed.out.strip() == "run/checkpoints/step-2"
-    assert printed.err.splitlines() == [
+    output = capsys.readouterr()
+    assert output.out.strip() == "run/checkpoints/step-2"
+    assert output.err.splitlines() == [
         "imported step 2, with its weights and AdamW's state",
         "its best validation loss, 2.5000, is a mean over batches that it drew: best values begin anew here",
         "arguments that are not taken over: always_save_checkpoint, compile",
@@ -217,8 +219,8 @@ def test_states_of_another_optimizer_are_left_and_said(kind: str, tmp_path: Path
     training.train(random_steps(2, seed=3))
     content = training.checkpoint()
     of_another_optimizer(content, kind)
-    path, said = imported(tmp_path, content)
-    assert any("warning: moments begin at zero" in text for text in said), said
+    path, messages = import_run(tmp_path, content)
+    assert any("warning: moments begin at zero" in text for text in messages), messages
     checkpoint = load_checkpoint(path)
     assert "optimizer" not in checkpoint.components
     assert checkpoint.manifest.left_out == ["optimizer", "rng"]
@@ -302,10 +304,10 @@ REFUSED = {
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_is_no_checkpoint_of_nanogpt_is_refused(kind: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError) as refused:
-        imported(tmp_path, hostile(kind, tmp_path))
-    assert REFUSED[kind] in str(refused.value)
-    assert "ckpt.pt" in str(refused.value)
+    with pytest.raises(CheckpointError) as error:
+        import_run(tmp_path, hostile(kind, tmp_path))
+    assert REFUSED[kind] in str(error.value)
+    assert "ckpt.pt" in str(error.value)
     assert not (tmp_path / "ran").exists()
     assert {path.name for path in tmp_path.iterdir()} == {"ckpt.pt", "squares"}
 
@@ -331,13 +333,13 @@ def test_nothing_says_the_vocabulary(tmp_path: Path) -> None:
     data = write_data(tmp_path / "squares")
     (data / "meta.pkl").rename(tmp_path / "meta.pkl")
     with pytest.raises(ConfigError, match="nothing says which tokens the model has learned"):
-        imported(tmp_path, training.checkpoint(), data=data)
+        import_run(tmp_path, training.checkpoint(), data=data)
     (tmp_path / "meta.pkl").rename(data / "meta.pkl")
     with pytest.raises(ConfigError, match="--tokenizer is for data without"):
-        imported(tmp_path, training.checkpoint(), data=data, tokenizer="byte")
+        import_run(tmp_path, training.checkpoint(), data=data, tokenizer="byte")
     (data / "train.bin").unlink()
     with pytest.raises(ConfigError, match=r"there is no train\.bin"):
-        imported(tmp_path, training.checkpoint(), data=data)
+        import_run(tmp_path, training.checkpoint(), data=data)
 
 
 def test_a_tokenizer_of_more_tokens_is_another_ones(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def _packages() -> Iterator[None]:
         yield
 
 
-def imported(*paths: str | Path, **options: Any) -> ImportedRun:
+def import_one(*paths: str | Path, **options: Any) -> ImportedRun:
     """The one run that these paths become."""
     (run,) = import_runs([Path(path) for path in paths], Path("runs"), **options)
     return run
@@ -85,12 +85,12 @@ def test_odd_rows_are_counted_and_said_once(capsys: pytest.CaptureFixture[str]) 
         None,
     ]
     assert main(["logs", "import", state(rows)]) == 0
-    said = capsys.readouterr().err
-    assert "6 rows without a step left out" in said
-    assert "1 value left out, for a later one at the same step" in said
-    assert "4 values without a number left out: note, flag, list, eval_loss" in said
-    assert "2 NaN or infinite values kept" in said
-    assert said.count("without a step") == 1
+    output = capsys.readouterr().err
+    assert "6 rows without a step left out" in output
+    assert "1 value left out, for a later one at the same step" in output
+    assert "4 values without a number left out: note, flag, list, eval_loss" in output
+    assert "2 NaN or infinite values kept" in output
+    assert output.count("without a step") == 1
     (run,) = Path("runs").iterdir()
     series = read_record(RunDir(run)).series("loss")
     assert series.step.tolist() == [1, 2, 10**9]
@@ -99,11 +99,11 @@ def test_odd_rows_are_counted_and_said_once(capsys: pytest.CaptureFixture[str]) 
 
 def test_a_last_line_that_is_cut_off_is_no_measurement() -> None:
     Path("metrics.csv").write_text(CSV + "1,4,0.")
-    run = imported("metrics.csv")
+    run = import_one("metrics.csv")
     assert points(run, "loss") == [(1, 4.0), (2, 3.0), (3, 2.0)]
     assert run.notes == ("the last line is cut off and left out",)
     Path("metrics.csv").write_text(CSV + "1,4,0.5,\n")
-    run = imported("metrics.csv")
+    run = import_one("metrics.csv")
     assert points(run, "loss")[-1] == (4, 0.5)
     assert run.notes == ()
 
@@ -116,13 +116,13 @@ def test_a_log_of_forgather_is_read_up_to_any_cut() -> None:
     starts = [text.index(line) for line in lines]
     for cut in range(starts[1], len(text) + 1):
         Path("trainer_logs.json").write_text(text[:cut])
-        run = imported("trainer_logs.json")
+        run = import_one("trainer_logs.json")
         complete = sum(start + len(line) <= cut for start, line in zip(starts, lines, strict=True))
         assert points(run, "loss") == [(n, 5.0 / n) for n in range(1, complete + 1)], cut
         assert bool(run.notes) == (cut < len(text)), cut
 
 
-def flipped(content: bytes, position: int) -> bytes:
+def flip_bit(content: bytes, position: int) -> bytes:
     return content[:position] + bytes([content[position] ^ 64]) + content[position + 1 :]
 
 
@@ -136,15 +136,17 @@ def test_a_binary_log_is_read_up_to_any_damage(tool: str, record_of: RecordOf) -
     counts = set()
     early_positions = range(100, 1200, 50)  # histograms, which are long, come after the losses
     for position in (*early_positions, *range(1200, len(content), len(content) // 23)):
-        for damaged in (content[:position], flipped(content, position)):
-            Path(path.name).write_bytes(damaged)
+        for broken_content in (content[:position], flip_bit(content, position)):
+            Path(path.name).write_bytes(broken_content)
             with suppress(ConfigError):  # nothing is left
-                run = imported(path.name, format_name=tool)
+                run = import_one(path.name, format_name=tool)
                 values = [(step, value) for step, value in points(run, "loss") if value == value]
                 assert values == figures[: len(values)], position
                 is_said = any("cut off" in note or "no end" in note for note in run.notes)
                 # a log of TensorBoard has no end, so that one may also end where it is cut
-                assert is_said or (tool, damaged) == ("tensorboard", content[:position]), position
+                assert is_said or (tool, broken_content) == ("tensorboard", content[:position]), (
+                    position
+                )
                 counts.add(len(values))
     assert len(counts) > 3
 
@@ -175,14 +177,14 @@ def test_rows_that_are_still_in_sqlites_log_are_read_without_a_trace(record_of: 
 # What is no record is refused.
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def refusal_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     """What is said where nothing is imported."""
     assert main(["logs", "import", *words]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert "Traceback" not in said.err
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert "Traceback" not in output.err
     assert not [run for run in Path("runs").glob("*") if run.name.startswith(".tmp")]
-    return said.err
+    return output.err
 
 
 GARBAGE = {
@@ -207,12 +209,12 @@ def test_garbage_is_refused_whatever_it_is_said_to_be(
 ) -> None:
     Path("file").write_bytes(GARBAGE[kind])
     for name in FORMATS:
-        assert "file" in refused(capsys, "file", "--from", name), name
-    assert "file" in refused(capsys, "file")
+        assert "file" in refusal_of(capsys, "file", "--from", name), name
+    assert "file" in refusal_of(capsys, "file")
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ('{"log_history": 3}', "has no log_history"),
         ('{"log_history": [{"step": 1, "loss": 2.0}', "is not JSON"),
@@ -221,10 +223,10 @@ def test_garbage_is_refused_whatever_it_is_said_to_be(
     ],
 )
 def test_a_state_that_is_none_is_refused(
-    text: str, said: str, capsys: pytest.CaptureFixture[str]
+    text: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("trainer_state.json").write_text(text)
-    assert said in refused(capsys, "trainer_state.json")
+    assert message in refusal_of(capsys, "trainer_state.json")
 
 
 def test_a_record_without_a_number_leaves_the_others(capsys: pytest.CaptureFixture[str]) -> None:
@@ -233,9 +235,9 @@ def test_a_record_without_a_number_leaves_the_others(capsys: pytest.CaptureFixtu
         Path(name).mkdir()
         Path(name, "metrics.csv").write_text(text)
     assert main(["logs", "import", "a", "b", "c"]) == 0
-    said = capsys.readouterr()
-    assert len(said.out.split()) == 2
-    assert "b/metrics.csv has no number at a step: left out" in said.err
+    output = capsys.readouterr()
+    assert len(output.out.split()) == 2
+    assert "b/metrics.csv has no number at a step: left out" in output.err
 
 
 def test_what_is_too_large_is_refused(
@@ -244,26 +246,26 @@ def test_what_is_too_large_is_refused(
     with Path("large.json").open("wb") as file:
         file.write(b'{"log_history": [')
         file.truncate(files.SMALL_BYTES + 1)
-    assert "larger than 67,108,864 bytes" in refused(capsys, "large.json")
+    assert "larger than 67,108,864 bytes" in refusal_of(capsys, "large.json")
     rows = [{"step": n, "loss": 1.0, f"m{n}": 1.0} for n in range(200)]
     monkeypatch.setattr(table, "MAX_METRICS", 100)
-    assert "more than 100 metrics" in refused(capsys, state(rows))
+    assert "more than 100 metrics" in refusal_of(capsys, state(rows))
     monkeypatch.setattr(table, "MAX_VALUES", 50)
-    assert "more than 50 values" in refused(capsys, state(rows))
+    assert "more than 50 values" in refusal_of(capsys, state(rows))
 
 
 def test_a_file_of_no_known_format_is_refused_with_those_that_are(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     Path("notes.txt").write_text("nothing of a run\n")
-    said = refused(capsys, "notes.txt")
-    assert all(f"  {name}: " in said for name in FORMATS)
-    assert "no file or folder nots.txt; did you mean 'notes.txt'?" in refused(capsys, "nots.txt")
+    output = refusal_of(capsys, "notes.txt")
+    assert all(f"  {name}: " in output for name in FORMATS)
+    assert "no file or folder nots.txt; did you mean 'notes.txt'?" in refusal_of(capsys, "nots.txt")
     os.mkfifo("pipe")
-    assert "pipe is neither a file nor a folder" in refused(capsys, "pipe")
+    assert "pipe is neither a file nor a folder" in refusal_of(capsys, "pipe")
     Path("folder").mkdir()
-    assert "folder is no record" in refused(capsys, "folder")
-    assert "nothing in" in refused(capsys, "folder", "--from", "wandb")
+    assert "folder is no record" in refusal_of(capsys, "folder")
+    assert "nothing in" in refusal_of(capsys, "folder", "--from", "wandb")
 
 
 def test_a_folder_with_records_of_two_tools_is_asked_about(
@@ -272,11 +274,11 @@ def test_a_folder_with_records_of_two_tools_is_asked_about(
     Path("both").mkdir()
     Path("both/metrics.csv").write_text(CSV)
     Path("both/trainer_state.json").write_text('{"log_history": [{"step": 1, "loss": 2.0}]}')
-    said = refused(capsys, "both")
-    assert "has records of transformers and lightning" in said
-    assert "--from transformers" in said
-    assert points(imported("both", format_name="lightning"), "loss")[0] == (1, 4.0)
-    assert points(imported("both/trainer_state.json"), "loss") == [(1, 2.0)]
+    output = refusal_of(capsys, "both")
+    assert "has records of transformers and lightning" in output
+    assert "--from transformers" in output
+    assert points(import_one("both", format_name="lightning"), "loss")[0] == (1, 4.0)
+    assert points(import_one("both/trainer_state.json"), "loss") == [(1, 2.0)]
 
 
 def test_the_contents_decide_and_not_the_name() -> None:
@@ -297,7 +299,7 @@ def test_the_contents_decide_and_not_the_name() -> None:
 def test_a_run_is_named_after_its_source(path: str, name: str) -> None:
     Path(path).parent.mkdir(parents=True)
     Path(path).write_text(CSV)
-    run = RunDir(imported(path).path)
+    run = RunDir(import_one(path).path)
     assert (run.name, len(run.id)) == (name, 5)
 
 
@@ -312,9 +314,9 @@ def test_a_missing_package_is_named_with_its_extra(
     for name in [name for name in sys.modules if name.partition(".")[0] == tool]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, tool, None)
-    said = refused(capsys, path)
-    assert f"is read by the library `{tool}`, which is not installed" in said
-    assert f"pip install 'instar[{tool}]'" in said
+    output = refusal_of(capsys, path)
+    assert f"is read by the library `{tool}`, which is not installed" in output
+    assert f"pip install 'instar[{tool}]'" in output
 
 
 def test_nothing_heavy_is_imported_for_what_needs_nothing() -> None:
@@ -357,8 +359,8 @@ def test_a_view_that_would_compute_for_ever_is_no_project(
             "FROM n"
         )
     connection.close()
-    assert "is no record" in refused(capsys, "view.db")
-    assert "has no table `metrics`" in refused(capsys, "view.db", "--from", "trackio")
+    assert "is no record" in refusal_of(capsys, "view.db")
+    assert "has no table `metrics`" in refusal_of(capsys, "view.db", "--from", "trackio")
 
 
 def test_a_link_in_a_folder_is_not_followed(
@@ -367,7 +369,7 @@ def test_a_link_in_a_folder_is_not_followed(
     (tmp_path / "secret.csv").write_text(CSV)
     Path("given").mkdir()
     Path("given/metrics.csv").symlink_to(tmp_path / "secret.csv")
-    assert "a symbolic link, which is not followed" in refused(capsys, "given")
+    assert "a symbolic link, which is not followed" in refusal_of(capsys, "given")
 
 
 def write_events(folder: Path, *events: Event) -> None:
@@ -391,7 +393,7 @@ def test_an_imported_config_does_not_say_where_an_export_goes() -> None:
 
 def test_a_record_that_was_imported_once_needs_nothing_of_its_source() -> None:
     Path("metrics.csv").write_text(CSV)
-    run = imported("metrics.csv")
+    run = import_one("metrics.csv")
     Path("metrics.csv").unlink()
     assert points(run, "val/loss") == [(2, 3.5)]
     assert record(run).series("val/loss").better == "min"

@@ -33,13 +33,13 @@ def _small_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @st.composite
-def stored(draw: st.DrawFn) -> tuple[Columns, list[Columns]]:
+def storable_columns(draw: st.DrawFn) -> tuple[Columns, list[Columns]]:
     """Columns that can be stored, and the same in blocks."""
     samples = draw(st.integers(0, 6))
     leaf = st.one_of(dense(samples), ragged_arrays(samples))
-    whole = draw(st.dictionaries(NAMES, leaf, min_size=1, max_size=3))
+    columns = draw(st.dictionaries(NAMES, leaf, min_size=1, max_size=3))
     cuts = sorted([0, samples, *draw(st.lists(st.integers(0, samples), max_size=3))])
-    return whole, [cut(whole, begin, end) for begin, end in itertools.pairwise(cuts)]
+    return columns, [cut(columns, begin, end) for begin, end in itertools.pairwise(cuts)]
 
 
 def graphs(samples: int, seed: int = 0) -> Columns:
@@ -52,9 +52,9 @@ def graphs(samples: int, seed: int = 0) -> Columns:
     }
 
 
-def written(folder: Path, samples: int = 40) -> Path:
-    whole = graphs(samples)
-    write_arrays(folder, [cut(whole, 0, 7), cut(whole, 7, samples)], {"made": "for a test"})
+def write_store(folder: Path, samples: int = 40) -> Path:
+    columns = graphs(samples)
+    write_arrays(folder, [cut(columns, 0, 7), cut(columns, 7, samples)], {"made": "for a test"})
     return folder
 
 
@@ -66,23 +66,23 @@ def ids(*numbers: int) -> Any:
 @settings(
     deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(made=stored(), data=st.data(), limit=st.sampled_from([EVERYTHING, NOTHING]))
+@given(example=storable_columns(), data=st.data(), limit=st.sampled_from([EVERYTHING, NOTHING]))
 def test_what_is_written_is_read_however_it_came_in_blocks(
-    made: tuple[Columns, list[Columns]], data: st.DataObject, limit: int
+    example: tuple[Columns, list[Columns]], data: st.DataObject, limit: int
 ) -> None:
-    whole, blocks = made
+    columns, blocks = example
     with tempfile.TemporaryDirectory() as folder:
         write_arrays(Path(folder) / "blocks", blocks, {})
-        write_arrays(Path(folder) / "whole", [whole], {})
+        write_arrays(Path(folder) / "whole", [columns], {})
         arrays = open_arrays(Path(folder) / "blocks", limit)
         assert arrays.fingerprint == open_arrays(Path(folder) / "whole", limit).fingerprint
-        samples = len(next(iter(whole.values())))
+        samples = len(next(iter(columns.values())))
         assert len(arrays) == samples
-        some = st.lists(st.integers(0, samples - 1), max_size=6) if samples else st.just([])
-        chosen = ids(*data.draw(some))
-        assert same(arrays.read(chosen), pick(whole, chosen))
-        assert arrays.weights(chosen) == len(chosen)
-        for name, column in whole.items():
+        index_lists = st.lists(st.integers(0, samples - 1), max_size=6) if samples else st.just([])
+        sample_ids = ids(*data.draw(index_lists))
+        assert same(arrays.read(sample_ids), pick(columns, sample_ids))
+        assert arrays.weights(sample_ids) == len(sample_ids)
+        for name, column in columns.items():
             if isinstance(column, Ragged):
                 assert same(arrays.sizes(name), column.sizes)
             else:
@@ -92,7 +92,7 @@ def test_what_is_written_is_read_however_it_came_in_blocks(
 @pytest.mark.parametrize("limit", [EVERYTHING, NOTHING])
 @pytest.mark.parametrize("outside", [-1, 40, 1 << 40])
 def test_samples_outside_are_refused(tmp_path: Path, limit: int, outside: int) -> None:
-    arrays = open_arrays(written(tmp_path / "store"), limit)
+    arrays = open_arrays(write_store(tmp_path / "store"), limit)
     with pytest.raises(IndexError, match="which has 40"):
         arrays.read(ids(3, outside))
 
@@ -101,13 +101,13 @@ def test_the_fingerprint_is_that_of_the_samples(tmp_path: Path) -> None:
     columns = graphs(9)
     for name, block in (("one", columns), ("two", columns), ("other", graphs(9, seed=1))):
         write_arrays(tmp_path / name, [block], {"name": name})
-    one, two, other = (open_arrays(tmp_path / name) for name in ("one", "two", "other"))
-    assert one.fingerprint == two.fingerprint != other.fingerprint
-    assert [arrays.about for arrays in (one, two)] == [{"name": "one"}, {"name": "two"}]
+    first, second, other = (open_arrays(tmp_path / name) for name in ("one", "two", "other"))
+    assert first.fingerprint == second.fingerprint != other.fingerprint
+    assert [arrays.about for arrays in (first, second)] == [{"name": "one"}, {"name": "two"}]
 
 
 def test_columns_are_asked_for_by_name_and_kind(tmp_path: Path) -> None:
-    arrays = open_arrays(written(tmp_path / "store"))
+    arrays = open_arrays(write_store(tmp_path / "store"))
     with pytest.raises(ConfigError, match="no dense column 'x', there are: y"):
         arrays.column("x")
     with pytest.raises(ConfigError, match="no ragged column 'y', there are: x"):
@@ -117,7 +117,7 @@ def test_columns_are_asked_for_by_name_and_kind(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("_small_files")
 @pytest.mark.parametrize("limit", [EVERYTHING, NOTHING])
 def test_whatever_file_is_missing_or_cut_short_is_named(tmp_path: Path, limit: int) -> None:
-    store = written(tmp_path / "store")
+    store = write_store(tmp_path / "store")
     files = [file for file in store.rglob("*") if file.is_file() and file.parent != store]
     assert len(files) > 8
     for file in files:
@@ -136,8 +136,8 @@ def test_whatever_file_is_missing_or_cut_short_is_named(tmp_path: Path, limit: i
 @pytest.mark.usefixtures("_small_files")
 @pytest.mark.parametrize("limit", [EVERYTHING, NOTHING])
 def test_no_changed_byte_is_read(tmp_path: Path, limit: int) -> None:
-    store = written(tmp_path / "store")
-    whole = open_arrays(store).read(np.arange(40))
+    store = write_store(tmp_path / "store")
+    expected = open_arrays(store).read(np.arange(40))
     for file in sorted(file for file in store.rglob("*") if file.parent != store):
         if not file.is_file():
             continue
@@ -150,11 +150,11 @@ def test_no_changed_byte_is_read(tmp_path: Path, limit: int) -> None:
             except ConfigError as error:
                 assert "damaged" in str(error)  # noqa: PT017
             else:
-                assert same(read, whole)
+                assert same(read, expected)
         file.write_bytes(content)
 
 
-def edited(store: Path, **changes: Any) -> None:
+def edit_record(store: Path, **changes: Any) -> None:
     file = store / module.RECORD_FILE
     content = json.loads(file.read_text())
     content["attributes"]["instar"] |= changes
@@ -173,11 +173,11 @@ def test_a_folder_without_a_whole_record_is_no_store(tmp_path: Path) -> None:
 
 
 def test_a_record_that_was_edited_is_refused(tmp_path: Path) -> None:
-    store = written(tmp_path / "store")
-    edited(store, fingerprint="0" * 32)
+    store = write_store(tmp_path / "store")
+    edit_record(store, fingerprint="0" * 32)
     with pytest.raises(ConfigError, match="the fingerprint is not that of the arrays"):
         open_arrays(store)
-    edited(store, format="instar-arrays/9")
+    edit_record(store, format="instar-arrays/9")
     with pytest.raises(ConfigError, match="format 'instar-arrays/9' is not"):
         open_arrays(store)
 
@@ -225,7 +225,7 @@ def test_blocks_that_do_not_go_together_are_named(
 def test_any_zarr_library_reads_the_columns(tmp_path: Path) -> None:
     import zarr
 
-    group = zarr.open_group(written(tmp_path / "store"), mode="r")
+    group = zarr.open_group(write_store(tmp_path / "store"), mode="r")
     x = graphs(40)["x"]
     assert isinstance(x, Ragged)
     assert same(np.asarray(group["x"]), x.values)

@@ -34,7 +34,7 @@ def generator(seed: int) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
-def sprinkled(points: int, dimension: int, seed: int) -> Relation:
+def sprinkling(points: int, dimension: int, seed: int) -> Relation:
     return causal_relation(sprinkle(points, dimension, generator(seed)))
 
 
@@ -43,7 +43,7 @@ def percolation(points: int, share: float, seed: int) -> Relation:
 
 
 orders = st.one_of(
-    st.builds(sprinkled, st.integers(2, 40), st.sampled_from([2, 3, 4]), SEEDS),
+    st.builds(sprinkling, st.integers(2, 40), st.sampled_from([2, 3, 4]), SEEDS),
     st.builds(percolation, st.integers(2, 40), st.floats(0, 1), SEEDS),
 )
 
@@ -53,14 +53,14 @@ def dense(column: object) -> NDArray[np.float64]:
     return column
 
 
-def ragged(column: object) -> Ragged:
+def as_ragged(column: object) -> Ragged:
     assert isinstance(column, Ragged)
     return column
 
 
 @pytest.mark.parametrize("dimension", [2, 3, 4])
 def test_sprinklings_have_the_ordering_fraction_of_their_dimension(dimension: int) -> None:
-    fractions = [ordering_fraction(sprinkled(80, dimension, seed)) for seed in range(300)]
+    fractions = [ordering_fraction(sprinkling(80, dimension, seed)) for seed in range(300)]
     error = np.std(fractions) / np.sqrt(len(fractions))
     assert error < 0.004
     assert abs(np.mean(fractions) - MYRHEIM_MEYER[dimension]) < 4 * error
@@ -77,33 +77,33 @@ def cells(coordinates: NDArray[np.float64]) -> NDArray[np.int64]:
 
 @pytest.mark.parametrize("dimension", [2, 3, 4])
 def test_points_lie_as_those_of_a_box_that_are_in_the_diamond(dimension: int) -> None:
-    ours = sprinkle(100_000, dimension, generator(1))
-    assert np.all(np.diff(ours[:, 0]) >= 0)
+    points = sprinkle(100_000, dimension, generator(1))
+    assert np.all(np.diff(points[:, 0]) >= 0)
     box = generator(2).uniform(-1, 1, (1_500_000, dimension))
-    kept = box[np.abs(box[:, 0]) + np.linalg.norm(box[:, 1:], axis=1) < 1]
-    found, expected = cells(ours), cells(kept) * (len(ours) / len(kept))
-    assert np.array_equal(found > 0, expected > 0)
-    there = expected > 10
+    box_points = box[np.abs(box[:, 0]) + np.linalg.norm(box[:, 1:], axis=1) < 1]
+    counts, expected = cells(points), cells(box_points) * (len(points) / len(box_points))
+    assert np.array_equal(counts > 0, expected > 0)
+    mask = expected > 10
     # both counts are drawn
-    spread = expected[there] * (1 + len(ours) / len(kept))
-    chi2 = np.sum((found[there] - expected[there]) ** 2 / spread)
-    freedom = np.count_nonzero(there) - 1
+    spread = expected[mask] * (1 + len(points) / len(box_points))
+    chi2 = np.sum((counts[mask] - expected[mask]) ** 2 / spread)
+    freedom = np.count_nonzero(mask) - 1
     assert chi2 < freedom + 4 * np.sqrt(2 * freedom)
 
 
 @settings(deadline=None, max_examples=60)
-@given(related=orders)
-def test_orders_are_transitive_and_go_forwards(related: Relation) -> None:
-    chained = related.astype(np.int64) @ related.astype(np.int64) > 0
-    assert not np.any(chained & ~related)
-    assert not np.any(np.tril(related))
+@given(relation=orders)
+def test_orders_are_transitive_and_go_forwards(relation: Relation) -> None:
+    composition = relation.astype(np.int64) @ relation.astype(np.int64) > 0
+    assert not np.any(composition & ~relation)
+    assert not np.any(np.tril(relation))
 
 
 @settings(deadline=None, max_examples=40)
-@given(related=orders)
-def test_links_are_the_transitive_reduction(related: Relation) -> None:
-    graph = nx.from_numpy_array(related, create_using=nx.DiGraph)
-    assert set(zip(*np.nonzero(links_of_relation(related)), strict=True)) == set(
+@given(relation=orders)
+def test_links_are_the_transitive_reduction(relation: Relation) -> None:
+    graph = nx.from_numpy_array(relation, create_using=nx.DiGraph)
+    assert set(zip(*np.nonzero(links_of_relation(relation)), strict=True)) == set(
         nx.transitive_reduction(graph).edges
     )
 
@@ -120,14 +120,16 @@ def test_percolation_is_the_closure_of_the_bonds_that_come_nearest(
         graph = nx.from_numpy_array((bonds > 0) & (bonds <= p), create_using=nx.DiGraph)
         closures.append(nx.to_numpy_array(nx.transitive_closure(graph), dtype=bool))
     counts = np.array([np.count_nonzero(closure) for closure in closures])
-    ours = percolate(points, relations, generator(seed))
-    assert any(np.array_equal(ours, closure) for closure in closures)
-    assert abs(np.count_nonzero(ours) - relations) == np.min(np.abs(counts - relations))
+    relation = percolate(points, relations, generator(seed))
+    assert any(np.array_equal(relation, closure) for closure in closures)
+    assert abs(np.count_nonzero(relation) - relations) == np.min(np.abs(counts - relations))
 
 
 def test_percolation_has_about_as_many_relations_as_asked_for() -> None:
-    found = [(share, ordering_fraction(percolation(150, share, 3))) for share in (0.1, 0.23, 0.5)]
-    assert all(abs(fraction - share) < 0.01 for share, fraction in found)
+    fractions = [
+        (share, ordering_fraction(percolation(150, share, 3))) for share in (0.1, 0.23, 0.5)
+    ]
+    assert all(abs(fraction - share) < 0.01 for share, fraction in fractions)
 
 
 SMALL = CausalSetsConfig(sets=60, min_points=5, max_points=30, features=("links", "volumes"))
@@ -149,17 +151,17 @@ def test_a_set_follows_from_its_number_however_it_is_made(
 
 
 def relation_of(sets: Columns, number: int) -> Relation:
-    one = cut(sets, number, number + 1)
-    points = len(ragged(one["x"]).flat)
-    related = np.zeros((points, points), dtype=bool)
-    related[tuple(ragged(one["edges"]).flat.T)] = True
-    return related
+    sample = cut(sets, number, number + 1)
+    points = len(as_ragged(sample["x"]).flat)
+    relation = np.zeros((points, points), dtype=bool)
+    relation[tuple(as_ragged(sample["edges"]).flat.T)] = True
+    return relation
 
 
 def test_columns_say_what_the_order_says() -> None:
     causal = SMALL.model_copy(update={"relations": "causal"})
-    whole, linked = causal_sets(causal, 1, 0, 60), causal_sets(SMALL, 1, 0, 60)
-    assert {name: str(getattr(c, "values", c).dtype) for name, c in whole.items()} == {
+    full_sets, link_sets = causal_sets(causal, 1, 0, 60), causal_sets(SMALL, 1, 0, 60)
+    assert {name: str(getattr(c, "values", c).dtype) for name, c in full_sets.items()} == {
         "x": "float32",
         "edges": "int64",
         "manifold": "int64",
@@ -167,19 +169,23 @@ def test_columns_say_what_the_order_says() -> None:
         "ordering_fraction": "float32",
     }
     for number in range(60):
-        related, reduced = relation_of(whole, number), relation_of(linked, number)
-        assert np.array_equal(links_of_relation(related), reduced)
-        fraction = dense(whole["ordering_fraction"])[number]
-        assert fraction == np.float32(ordering_fraction(related))
-        x = ragged(cut(whole, number, number + 1)["x"]).flat
-        expected = [*np.log1p([reduced.sum(0), reduced.sum(1)]), related.mean(0), related.mean(1)]
+        relation, reduction = relation_of(full_sets, number), relation_of(link_sets, number)
+        assert np.array_equal(links_of_relation(relation), reduction)
+        fraction = dense(full_sets["ordering_fraction"])[number]
+        assert fraction == np.float32(ordering_fraction(relation))
+        x = as_ragged(cut(full_sets, number, number + 1)["x"]).flat
+        expected = [
+            *np.log1p([reduction.sum(0), reduction.sum(1)]),
+            relation.mean(0),
+            relation.mean(1),
+        ]
         assert x == pytest.approx(np.stack(expected, axis=1))
-    manifold, dimension = dense(whole["manifold"]), dense(whole["dimension"])
+    manifold, dimension = dense(full_sets["manifold"]), dense(full_sets["dimension"])
     assert np.array_equal(manifold == 0, dimension == -1)
     assert set(dimension) == {-1, 0, 1, 2}
     only = CausalSetsConfig(sets=60, min_points=5, max_points=9, dimensions=(4,))
     assert set(dense(causal_sets(only, 1, 0, 60)["dimension"])) == {-1, 2}
-    assert not same(causal_sets(SMALL, 2, 0, 60), linked)
+    assert not same(causal_sets(SMALL, 2, 0, 60), link_sets)
 
 
 def by_value(
@@ -212,15 +218,15 @@ def test_the_ordering_fraction_alone_tells_no_more_than_chance() -> None:
 
 
 def test_prepared_sets_are_those_generated_and_made_once(tmp_path: Path) -> None:
-    told: list[str] = []
-    folder = prepare_causal_sets(SMALL, tmp_path / "sets", seed=7, say=told.append)
-    assert told == [f"generating 60 causal sets → {folder}"]
+    messages: list[str] = []
+    folder = prepare_causal_sets(SMALL, tmp_path / "sets", seed=7, say=messages.append)
+    assert messages == [f"generating 60 causal sets → {folder}"]
     assert same(open_arrays(folder).read(np.arange(60)), causal_sets(SMALL, 7, 0, 60))
-    made = {file: file.stat().st_mtime_ns for file in folder.rglob("*")}
-    assert prepare_causal_sets(SMALL, folder, seed=8, say=told.append) == folder
-    assert {file: file.stat().st_mtime_ns for file in folder.rglob("*")} == made
+    mtimes = {file: file.stat().st_mtime_ns for file in folder.rglob("*")}
+    assert prepare_causal_sets(SMALL, folder, seed=8, say=messages.append) == folder
+    assert {file: file.stat().st_mtime_ns for file in folder.rglob("*")} == mtimes
     assert open_arrays(folder).about["seed"] == 7
-    assert len(told) == 1
+    assert len(messages) == 1
 
 
 def test_a_folder_with_other_sets_is_refused(tmp_path: Path) -> None:

@@ -19,16 +19,16 @@ def test_the_defaults_fit_each_other() -> None:
 
 
 def test_a_section_with_one_key_keeps_the_defaults_of_this_kind_of_run() -> None:
-    given = config(checkpoint={"keep_last": 1}, train={"clip": 2.0}, eval={"at_start": True})
-    assert given.checkpoint.on_best
-    assert given.test.at_end
-    assert given.train.until[0].endswith("ep")
-    assert given.eval.eval_epochs == 1
+    run_config = config(checkpoint={"keep_last": 1}, train={"clip": 2.0}, eval={"at_start": True})
+    assert run_config.checkpoint.on_best
+    assert run_config.test.at_end
+    assert run_config.train.until[0].endswith("ep")
+    assert run_config.eval.eval_epochs == 1
     assert RunConfig().eval.eval_epochs is None
 
 
 @pytest.mark.parametrize(
-    ("sections", "culprit", "said"),
+    ("sections", "culprit", "message"),
     [
         ({"model": {"heads": []}}, "model.heads", "is empty: there is nothing to learn"),
         (
@@ -75,10 +75,10 @@ def test_a_section_with_one_key_keeps_the_defaults_of_this_kind_of_run() -> None
         ),
     ],
 )
-def test_what_contradicts_itself_is_told(sections: Any, culprit: str, said: str) -> None:
+def test_what_contradicts_itself_is_told(sections: Any, culprit: str, message: str) -> None:
     (clash,) = cross_checks(config(**sections))
     assert clash.keys[0] == culprit
-    assert said in clash.message
+    assert message in clash.message
 
 
 def test_an_unknown_metric_says_which_there_are() -> None:
@@ -106,6 +106,6 @@ def test_every_metric_has_a_direction() -> None:
 
 
 def test_samples_without_tokens_have_no_context() -> None:
-    (found,) = cross_checks(config(eval={"context": 64}))
-    assert found.keys[0] == "eval.context"
-    assert "is for text" in found.message
+    (clash,) = cross_checks(config(eval={"context": 64}))
+    assert clash.keys[0] == "eval.context"
+    assert "is for text" in clash.message

@@ -79,7 +79,7 @@ BATCH = graphs((5, 9), (1, 0), (7, 20), (3, 0))
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("flow", FLOWS)
 @pytest.mark.parametrize(
-    "rest",
+    "options",
     [
         {},
         {"norm": "rmsnorm", "graph_features": True},
@@ -88,11 +88,11 @@ BATCH = graphs((5, 9), (1, 0), (7, 20), (3, 0))
     ],
     ids=["graph", "features", "node", "edges"],
 )
-def test_the_table_is_what_the_module_has(layer: str, flow: str, rest: dict[str, Any]) -> None:
-    of = shape(of_graph=2, of_edges=4, layer=layer, flow=flow, **rest)
-    built = {name: tuple(p.shape) for name, p in GraphNetwork(of).named_parameters()}
+def test_the_table_is_what_the_module_has(layer: str, flow: str, options: dict[str, Any]) -> None:
+    of = shape(of_graph=2, of_edges=4, layer=layer, flow=flow, **options)
+    shapes = {name: tuple(p.shape) for name, p in GraphNetwork(of).named_parameters()}
     table = {name: entry.shape for name, entry in of.parameters().items()}
-    assert built == table
+    assert shapes == table
     assert count_parameters(of).total == sum(p.numel() for p in GraphNetwork(of).parameters())
     assert GraphShape.from_dict(of.to_dict()) == of
 
@@ -132,17 +132,17 @@ def dense_forward(of: GraphShape, p: dict[str, Tensor], x: Tensor, pairs: Tensor
     x = linear("encoder", x)
     for block in (f"blocks.{layer}" for layer in range(of.layers)):
         h = norm(f"{block}.norm", x)
-        met = linear(f"{block}.own", h)
+        update = linear(f"{block}.own", h)
         for flow in of.flows:
             hears, name = ways[flow], f"{block}.{flow}"
             if of.layer == "gat":
-                sent = linear(f"{name}.sent", h).view(n, of.heads, of.channels)
-                received = linear(f"{name}.received", h).view(n, of.heads, of.channels)
-                joined = F.leaky_relu(received[:, None] + sent[None], 0.2)
-                scores = torch.einsum("ijhc,hc->ijh", joined, p[f"{name}.score.weight"])
+                source_states = linear(f"{name}.sent", h).view(n, of.heads, of.channels)
+                target_states = linear(f"{name}.received", h).view(n, of.heads, of.channels)
+                pair_states = F.leaky_relu(target_states[:, None] + source_states[None], 0.2)
+                scores = torch.einsum("ijhc,hc->ijh", pair_states, p[f"{name}.score.weight"])
                 share = scores.exp() * hears[..., None]
                 share = share / share.sum(1, keepdim=True).clamp(min=1e-300)
-                heard = torch.einsum("ijh,jhc->ihc", share, sent).flatten(1)
+                aggregate = torch.einsum("ijh,jhc->ihc", share, source_states).flatten(1)
             else:
                 degree, sent_to = hears.sum(1).clamp(min=1), hears.sum(0).clamp(min=1)
                 weights = {
@@ -150,13 +150,13 @@ def dense_forward(of: GraphShape, p: dict[str, Tensor], x: Tensor, pairs: Tensor
                     "sage": hears / degree[:, None],
                     "gcn": hears / (degree[:, None] * sent_to).sqrt(),
                 }
-                heard = weights[of.layer] @ h
-            met = met + linear(f"{name}.heard", heard)
-        x = x + linear(f"{block}.down", activation(met))
+                aggregate = weights[of.layer] @ h
+            update = update + linear(f"{name}.heard", aggregate)
+        x = x + linear(f"{block}.down", activation(update))
     x = norm("final_norm", x)
     gate = linear("pool.attention.gate_nn", x).softmax(0)
-    pooled = torch.cat([x.mean(0), x.sum(0), x.amax(0), (gate * x).sum(0)])
-    read = activation(linear("readout", pooled))
+    graph_state = torch.cat([x.mean(0), x.sum(0), x.amax(0), (gate * x).sum(0)])
+    read = activation(linear("readout", graph_state))
     return torch.cat([linear(f"head_{name}", read) for name, _ in of.outputs])
 
 
@@ -166,12 +166,12 @@ def test_it_is_message_passing_on_dense_matrices(layer: str, flow: str) -> None:
     of = shape(layer=layer, flow=flow)
     model = network(of)
     x, edges, offsets = BATCH
-    said = model(x, edges, offsets)
+    outputs = model(x, edges, offsets)
     for graph in range(len(offsets) - 1):
         begin, end = offsets[graph : graph + 2].tolist()
-        own = edges[(edges[:, 0] >= begin) & (edges[:, 0] < end)] - begin
-        alone = dense_forward(of, values(model), x[begin:end], own)
-        torch.testing.assert_close(said[graph], alone, rtol=1e-10, atol=1e-10)
+        own_edges = edges[(edges[:, 0] >= begin) & (edges[:, 0] < end)] - begin
+        expected = dense_forward(of, values(model), x[begin:end], own_edges)
+        torch.testing.assert_close(outputs[graph], expected, rtol=1e-10, atol=1e-10)
 
 
 def of_edges(layer: str) -> tuple[GraphNetwork, Tensor, Tensor, Tensor]:
@@ -184,10 +184,10 @@ def of_edges(layer: str) -> tuple[GraphNetwork, Tensor, Tensor, Tensor]:
     return network(model), h, edges, features
 
 
-def heard(model: GraphNetwork, h: Tensor, edges: Tensor, features: Tensor) -> Tensor:
+def pass_messages(model: GraphNetwork, h: Tensor, edges: Tensor, features: Tensor) -> Tensor:
     (flow,) = _flows(model.shape, edges, len(h), h.dtype, features).values()
-    found: Tensor = model.get_submodule("blocks.0.from_sources")(h, flow)
-    return found
+    output: Tensor = model.get_submodule("blocks.0.from_sources")(h, flow)
+    return output
 
 
 def test_messages_with_features_of_edges_are_those_of_gine() -> None:
@@ -195,7 +195,7 @@ def test_messages_with_features_of_edges_are_those_of_gine() -> None:
     block = model.get_submodule("blocks.0.from_sources")
     conv = GINEConv(nn.Identity(), eps=-1.0)  # without the node itself
     expected = block.heard(conv(h, edges.T, block.edge(features)))
-    torch.testing.assert_close(heard(model, h, edges, features), expected)
+    torch.testing.assert_close(pass_messages(model, h, edges, features), expected)
 
 
 def test_attention_with_features_of_edges_is_that_of_gatv2() -> None:
@@ -211,7 +211,7 @@ def test_attention_with_features_of_edges_is_that_of_gatv2() -> None:
         conv.att.copy_(block.score.weight[None])
         conv.bias.zero_()
     expected = block.heard(conv(h, edges.T, features))
-    torch.testing.assert_close(heard(model, h, edges, features), expected)
+    torch.testing.assert_close(pass_messages(model, h, edges, features), expected)
 
 
 @pytest.mark.parametrize(
@@ -225,9 +225,9 @@ def test_a_network_that_reads_edges_grows(layer: str, flow: str, op: tuple[str, 
     x, edges, offsets = BATCH
     features = torch.randn(len(edges), 4, dtype=torch.float64)
     model = network(of)
-    grown, made = plan(of, operation(*op))
-    larger = GraphNetwork(grown).double()
-    larger.load_state_dict(apply(made, values(model), Role.PARAMETER, KEY))
+    larger_shape, growth_plan = plan(of, operation(*op))
+    larger = GraphNetwork(larger_shape).double()
+    larger.load_state_dict(apply(growth_plan, values(model), Role.PARAMETER, KEY))
     before, after = (net(x, edges, offsets, None, features) for net in (model, larger))
     torch.testing.assert_close(after, before, rtol=1e-9, atol=1e-9)
     other = model(x, edges, offsets, None, features + 1)
@@ -253,12 +253,12 @@ def test_what_is_said_of_a_graph_is_the_same_whatever_is_beside_it(
 ) -> None:
     model = network(shape(layer=layer), torch.float32)
     x, edges, offsets = graphs(*sizes, seed=seed)
-    together = model(x, edges, offsets)
+    outputs = model(x, edges, offsets)
     for graph in range(len(sizes)):
         begin, end = offsets[graph : graph + 2].tolist()
-        own = edges[(edges[:, 0] >= begin) & (edges[:, 0] < end)] - begin
-        alone = model(x[begin:end], own, torch.tensor([0, end - begin]))[0]
-        torch.testing.assert_close(together[graph], alone, rtol=1e-5, atol=1e-5)
+        own_edges = edges[(edges[:, 0] >= begin) & (edges[:, 0] < end)] - begin
+        lone_output = model(x[begin:end], own_edges, torch.tensor([0, end - begin]))[0]
+        torch.testing.assert_close(outputs[graph], lone_output, rtol=1e-5, atol=1e-5)
 
 
 @settings(max_examples=25, deadline=None)
@@ -268,11 +268,11 @@ def test_names_of_nodes_and_order_of_edges_do_not_matter(size: tuple[int, int], 
     x, edges, offsets = graphs(size, seed=seed)
     generator = named_generator("names", seed)
     new_name = torch.randperm(size[0], generator=generator)
-    shuffled = torch.randperm(size[1], generator=generator)
-    renamed = torch.empty_like(x)
-    renamed[new_name] = x
+    edge_order = torch.randperm(size[1], generator=generator)
+    new_x = torch.empty_like(x)
+    new_x[new_name] = x
     torch.testing.assert_close(
-        model(renamed, new_name[edges][shuffled], offsets), model(x, edges, offsets)
+        model(new_x, new_name[edges][edge_order], offsets), model(x, edges, offsets)
     )
 
 
@@ -280,9 +280,9 @@ def test_names_of_nodes_and_order_of_edges_do_not_matter(size: tuple[int, int], 
 def test_graphs_without_edges_have_values_and_gradients(layer: str) -> None:
     model = network(shape(layer=layer))
     x, edges, offsets = graphs((3, 0), (1, 0))
-    said = model(x, edges, offsets)
-    said.sum().backward()
-    assert said.isfinite().all()
+    outputs = model(x, edges, offsets)
+    outputs.sum().backward()
+    assert outputs.isfinite().all()
     assert all(p.grad is not None and p.grad.isfinite().all() for _, p in model.named_parameters())
 
 
@@ -310,20 +310,20 @@ def test_features_of_a_graph_count_for_that_graph_only(heads: tuple[HeadConfig, 
     graph = torch.zeros(4, 2, dtype=torch.float64)
     before = model(x, edges, offsets, graph)
     graph[2, 1] = 1.0
-    moved = (model(x, edges, offsets, graph) != before).any(1)
+    changes = (model(x, edges, offsets, graph) != before).any(1)
     units = torch.arange(4) if heads is HEADS else torch.arange(4).repeat_interleave(offsets.diff())
-    assert torch.equal(moved, units == 2)
+    assert torch.equal(changes, units == 2)
 
 
 def test_first_values_follow_from_seed_name_and_shape() -> None:
-    one, other = GraphNetwork(shape()), GraphNetwork(shape(layer="gin"))
-    one.init_weights(3)
+    first, other = GraphNetwork(shape()), GraphNetwork(shape(layer="gin"))
+    first.init_weights(3)
     other.init_weights(3)
     for name, parameter in other.named_parameters():
-        assert torch.equal(parameter, one.get_parameter(name))
+        assert torch.equal(parameter, first.get_parameter(name))
     other.init_weights(4)
-    assert not torch.equal(other.encoder.weight, one.encoder.weight)
-    assert one.encoder.weight.std().item() == pytest.approx((3 * 3) ** -0.5, rel=0.4)
+    assert not torch.equal(other.encoder.weight, first.encoder.weight)
+    assert first.encoder.weight.std().item() == pytest.approx((3 * 3) ** -0.5, rel=0.4)
 
 
 def test_recomputed_blocks_have_the_same_gradients() -> None:
@@ -340,29 +340,29 @@ def test_recomputed_blocks_have_the_same_gradients() -> None:
 
 def test_dropout_is_for_training_only() -> None:
     model = network(shape(dropout=0.5))
-    said = [model(*BATCH), model(*BATCH), model.eval()(*BATCH), model(*BATCH)]
-    assert not torch.equal(said[0], said[1])
-    assert torch.equal(said[2], said[3])
+    outputs = [model(*BATCH), model(*BATCH), model.eval()(*BATCH), model(*BATCH)]
+    assert not torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[2], outputs[3])
 
 
-def widened(axis: str, size: int | str, **options: Any) -> Operation:
+def widen(axis: str, size: int | str, **options: Any) -> Operation:
     return operation("widen", {"axis": axis, "size": size}, **options)
 
 
 EVERY = [
-    widened("width", "x2"),
-    widened("width", 24, how="split"),
-    widened("mlp", 20),
-    widened("mlp", 20, how="split"),
-    widened("readout", 9),
+    widen("width", "x2"),
+    widen("width", 24, how="split"),
+    widen("mlp", 20),
+    widen("mlp", 20, how="split"),
+    widen("readout", 9),
     operation("insert_layers", 1),
     operation("insert_layers", 2, where="start", **{"from": "normal"}),
 ]
 OF_ATTENTION = [
-    widened("heads", 3),
-    widened("heads", "x2", how="split"),
-    widened("channels", 7),
-    widened("channels", "x2", how="split"),
+    widen("heads", 3),
+    widen("heads", "x2", how="split"),
+    widen("channels", 7),
+    widen("channels", "x2", how="split"),
 ]
 GROWN = [(layer, op) for layer in LAYERS for op in EVERY] + [("gat", op) for op in OF_ATTENTION]
 
@@ -371,11 +371,11 @@ GROWN = [(layer, op) for layer in LAYERS for op in EVERY] + [("gat", op) for op 
 @pytest.mark.parametrize(("layer", "op"), GROWN, ids=str)
 def test_it_grows_exactly(layer: str, op: Operation, dtype: torch.dtype) -> None:
     model = network(shape(layer=layer), dtype)
-    new_shape, made = plan(model.shape, op)
-    grown = GraphNetwork(new_shape).to(dtype)
-    grown.load_state_dict(apply(made, values(model), Role.PARAMETER, KEY))
-    before, after = (Probe(each(*BATCH).detach(), 0.0) for each in (model, grown))
-    proof = compare_outputs(made, before, after, dtype)
+    new_shape, growth_plan = plan(model.shape, op)
+    larger = GraphNetwork(new_shape).to(dtype)
+    larger.load_state_dict(apply(growth_plan, values(model), Role.PARAMETER, KEY))
+    before, after = (Probe(net(*BATCH).detach(), 0.0) for net in (model, larger))
+    proof = compare_outputs(growth_plan, before, after, dtype)
     assert proof.label == "exact"
     assert proof.holds, proof
     assert new_shape.sizes() != model.shape.sizes()
@@ -384,36 +384,40 @@ def test_it_grows_exactly(layer: str, op: Operation, dtype: torch.dtype) -> None
 @pytest.mark.parametrize(("layer", "op"), GROWN, ids=str)
 def test_gradients_reach_what_is_new(layer: str, op: Operation) -> None:
     model = network(shape(layer=layer))
-    new_shape, made = plan(model.shape, op)
-    grown = GraphNetwork(new_shape).double()
-    grown.load_state_dict(apply(made, values(model), Role.PARAMETER, KEY))
-    optimizer = torch.optim.AdamW(grown.parameters(), lr=1e-2)
-    reached: dict[str, float] = {}
+    new_shape, growth_plan = plan(model.shape, op)
+    larger = GraphNetwork(new_shape).double()
+    larger.load_state_dict(apply(growth_plan, values(model), Role.PARAMETER, KEY))
+    optimizer = torch.optim.AdamW(larger.parameters(), lr=1e-2)
+    grad_norms: dict[str, float] = {}
     for _ in range(2):
         optimizer.zero_grad()
-        grown(*BATCH).square().sum().backward()
-        for name, parameter in grown.named_parameters():
+        larger(*BATCH).square().sum().backward()
+        for name, parameter in larger.named_parameters():
             assert parameter.grad is not None
-            new = split_grad_norms(made, {name: parameter.grad})[1]
-            reached[name] = max(reached.get(name, 0.0), new)
+            new = split_grad_norms(growth_plan, {name: parameter.grad})[1]
+            grad_norms[name] = max(grad_norms.get(name, 0.0), new)
         optimizer.step()
-    ones = {name: torch.ones_like(p) for name, p in grown.named_parameters()}
-    has_new = {name for name, one in ones.items() if split_grad_norms(made, {name: one})[1] > 0}
+    unit_grads = {name: torch.ones_like(p) for name, p in larger.named_parameters()}
+    has_new = {
+        name
+        for name, grad in unit_grads.items()
+        if split_grad_norms(growth_plan, {name: grad})[1] > 0
+    }
     assert has_new
-    assert {name for name in has_new if reached[name] == 0.0} == set()
+    assert {name for name in has_new if grad_norms[name] == 0.0} == set()
 
 
 @pytest.mark.parametrize(
-    ("op", "said"),
+    ("op", "message"),
     [
-        (widened("features", 9), "features is an input or output axis.*: width, mlp, readout"),
-        (widened("heads", 4), "no tensor has an axis 'heads'"),
-        (widened("width", 9), "choose a multiple of 8"),
+        (widen("features", 9), "features is an input or output axis.*: width, mlp, readout"),
+        (widen("heads", 4), "no tensor has an axis 'heads'"),
+        (widen("width", 9), "choose a multiple of 8"),
     ],
     ids=str,
 )
-def test_what_cannot_grow_says_what_could(op: Operation, said: str) -> None:
-    with pytest.raises(GrowthError, match=said):
+def test_what_cannot_grow_says_what_could(op: Operation, message: str) -> None:
+    with pytest.raises(GrowthError, match=message):
         plan(shape(), op)
 
 
@@ -428,10 +432,12 @@ def test_flops_are_counted_by_hand() -> None:
 
 def test_reductions_are_those_of_pytorch_geometric() -> None:
     x, edges, offsets = graphs((5, 40), (1, 0), (30, 200))
-    sent, receiver = x[edges[:, 0]], edges[:, 1]
-    assert torch.equal(_sum_by_node(sent, receiver, 36), scatter(sent, receiver, 0, 36, "sum"))
-    shares = _softmax_by_node(sent, receiver, 36)
-    torch.testing.assert_close(shares, softmax(sent, receiver, num_nodes=36))
+    messages, receiver = x[edges[:, 0]], edges[:, 1]
+    assert torch.equal(
+        _sum_by_node(messages, receiver, 36), scatter(messages, receiver, 0, 36, "sum")
+    )
+    shares = _softmax_by_node(messages, receiver, 36)
+    torch.testing.assert_close(shares, softmax(messages, receiver, num_nodes=36))
     for reduction, ready in (
         ("sum", aggr.SumAggregation()),
         ("mean", aggr.MeanAggregation()),
@@ -440,5 +446,5 @@ def test_reductions_are_those_of_pytorch_geometric() -> None:
         assert torch.equal(reduce_by_graph(x, offsets, reduction), ready(x, ptr=offsets, dim=0))
     of = shape(pooling=("attention",), width=3)
     pool = network(of).pool
-    gated = aggr.AttentionalAggregation(pool.attention.gate_nn)
-    torch.testing.assert_close(pool(x, offsets), gated(x, ptr=offsets, dim=0))
+    reference_pool = aggr.AttentionalAggregation(pool.attention.gate_nn)
+    torch.testing.assert_close(pool(x, offsets), reference_pool(x, ptr=offsets, dim=0))

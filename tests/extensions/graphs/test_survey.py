@@ -68,27 +68,29 @@ def survey(columns: Columns, model: GraphModelConfig = MODEL) -> GraphSurvey:
 
 def test_what_good_graphs_are_like() -> None:
     assert survey(good()) == GraphSurvey(1, 0, mean_nodes=2.0, mean_edges=1.0, mean_counted=2.0)
-    asked = MODEL.model_copy(update={"graph_features": True})
-    assert survey(good(), asked).graph_features == 5
+    model_config = MODEL.model_copy(update={"graph_features": True})
+    assert survey(good(), model_config).graph_features == 5
 
 
 def test_features_of_edges_and_masks_are_checked() -> None:
-    asked = NODES.model_copy(update={"edge_features": True, "mask": "known"})
+    model_config = NODES.model_copy(update={"edge_features": True, "mask": "known"})
     fine = {
         "edge_attr": ragged([[0, 1]] * 4, [1, 0, 2, 1], np.float32),
         "known": ragged([1, 0, 1, 0, 0, 1, 1, 1], [2, 1, 3, 2], np.bool_),
     }
-    assert survey({**good(), **fine}, asked).edge_features == 2
+    assert survey({**good(), **fine}, model_config).edge_features == 2
     wrong = {
         "edge_attr": ragged([[0, np.inf]] * 4, [1, 1, 1, 1], np.float32),
         "known": ragged([0, 0, 1, 0, 0, 1, 1, 1], [2, 1, 3, 2], np.bool_),
     }
     with pytest.raises(ConfigError) as caught:
-        survey({**good(), **wrong}, asked)
-    told = str(caught.value)
-    assert "sample 2: edge_attr has 1 rows, which is not one for each edge (1 more sample" in told
-    assert "edge_attr is not finite" in told
-    assert "sample 0: known is true of no node" in told
+        survey({**good(), **wrong}, model_config)
+    message = str(caught.value)
+    assert (
+        "sample 2: edge_attr has 1 rows, which is not one for each edge (1 more sample" in message
+    )
+    assert "edge_attr is not finite" in message
+    assert "sample 0: known is true of no node" in message
     with pytest.raises(
         ConfigError, match="samples have no column 'known'; it should hold a boolean"
     ):
@@ -211,15 +213,15 @@ BAD: list[tuple[str, GraphModelConfig, Mapping[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("model", "changes", "said"), [b[1:] for b in BAD], ids=[b[0] for b in BAD]
+    ("model", "changes", "message"), [b[1:] for b in BAD], ids=[b[0] for b in BAD]
 )
 def test_what_is_wrong_is_told(
-    model: GraphModelConfig, changes: Mapping[str, Any], said: str
+    model: GraphModelConfig, changes: Mapping[str, Any], message: str
 ) -> None:
     columns = {name: column for name, column in (good() | changes).items() if column is not None}
-    with pytest.raises(ConfigError, match=said) as raised:
+    with pytest.raises(ConfigError, match=message) as error:
         survey(columns, model)
-    assert len(raised.value.problems) == 1
+    assert len(error.value.problems) == 1
 
 
 def test_where_nothing_is_trained_on_no_class_is_missing() -> None:
@@ -233,13 +235,13 @@ def test_all_mistakes_are_told_at_once() -> None:
         "kind": np.array([0, 5, 0, 0]),
         "edges": ragged([[0, 2]], [0, 0, 0, 1], np.int64),
     }
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises(ConfigError) as error:
         survey(columns, MODEL.model_copy(update={"max_nodes": 2}))
-    told = " ".join(str(problem) for problem in raised.value.problems)
-    assert len(raised.value.problems) == 5
+    message = " ".join(str(problem) for problem in error.value.problems)
+    assert len(error.value.problems) == 5
     for part in ("2: x has 3", "3: edges", "1: kind is class 5", "0: size", "has class 1"):
-        assert part in told
+        assert part in message
     missing = {name: good()[name] for name in ("x", "size")}
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises(ConfigError) as error:
         survey(missing)
-    assert len(raised.value.problems) == 2
+    assert len(error.value.problems) == 2

@@ -123,72 +123,72 @@ def test_it_is_a_task() -> None:
     assert not task_on(TWELVE, KIND).random
     assert task.spec.fingerprints == {"data": "graphs"}
     assert task.architecture.to_dict()["outputs"] == [["kind", 3], ["size", 1]]
-    grown = task.architecture.resized(mlp=40)
-    assert task.at(grown, 1).build().shape == grown
+    larger_shape = task.architecture.resized(mlp=40)
+    assert task.at(larger_shape, 1).build().shape == larger_shape
     assert task.train_samples()[1] != task.train_samples(course=1)[1]
 
 
 def test_a_model_is_drawn_from_the_seed() -> None:
-    one, other = (task_on(TWELVE, KIND).build().state_dict() for _ in range(2))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    first, other = (task_on(TWELVE, KIND).build().state_dict() for _ in range(2))
+    assert all(torch.equal(first[name], other[name]) for name in first)
 
 
 def test_metrics_are_those_of_plain_numpy() -> None:
     task = task_on(TWELVE, KIND, SIZE)
     model = task.build()
     with torch.no_grad():
-        found = task.measure(model, batch(TWELVE)).tallies
-        said = task.outputs(model, batch(TWELVE)).double().numpy()
+        tallies = task.measure(model, batch(TWELVE)).tallies
+        outputs = task.outputs(model, batch(TWELVE)).double().numpy()
     classes, sizes = np.asarray(TWELVE.columns["class"]), np.asarray(TWELVE.columns["size"])
-    known = classes >= 0
+    mask = classes >= 0
     entropy = np.zeros(12)
-    entropy[known] = -np.log(softmax(said[:, :3])[known, classes[known]])
-    apart = said[:, 3] - sizes
-    right = (said[:, :3].argmax(1) == classes) & known
+    entropy[mask] = -np.log(softmax(outputs[:, :3])[mask, classes[mask]])
+    difference = outputs[:, 3] - sizes
+    right = (outputs[:, :3].argmax(1) == classes) & mask
     everywhere = np.ones(12)
     expected = {
-        "loss": (0.5 * entropy + 2.0 * apart**2, everywhere),
-        "kind/loss": (entropy, known),
-        "kind/accuracy": (right, known),
-        "size/mse": (apart**2, everywhere),
-        "size/mae": (np.abs(apart), everywhere),
+        "loss": (0.5 * entropy + 2.0 * difference**2, everywhere),
+        "kind/loss": (entropy, mask),
+        "kind/accuracy": (right, mask),
+        "size/mse": (difference**2, everywhere),
+        "size/mae": (np.abs(difference), everywhere),
     }
-    assert found.keys() == expected.keys() == task.config.metrics.keys()
+    assert tallies.keys() == expected.keys() == task.config.metrics.keys()
     for name, (tally_values, weights) in expected.items():
-        np.testing.assert_allclose(found[name].values, tally_values, rtol=1e-5, atol=1e-6)
-        np.testing.assert_array_equal(found[name].weights, weights)
+        np.testing.assert_allclose(tallies[name].values, tally_values, rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(tallies[name].weights, weights)
     assert task.loss_sum(model, batch(TWELVE)).item() == pytest.approx(expected["loss"][0].sum())
 
 
 def test_masked_nodes_do_not_count() -> None:
-    known = as_ragged(TWELVE.columns["known"])
+    mask = as_ragged(TWELVE.columns["known"])
     charge = as_ragged(TWELVE.columns["charge"])
-    missing = Ragged(np.where(known.flat, charge.flat, np.nan), charge.offsets)
-    measured = CHARGE.model_copy(update={"metrics": ("r2",)})
-    task = task_on(Graphs({**TWELVE.columns, "charge": missing}), ROLE, measured, mask="known")
+    missing = Ragged(np.where(mask.flat, charge.flat, np.nan), charge.offsets)
+    charge_head = CHARGE.model_copy(update={"metrics": ("r2",)})
+    task = task_on(Graphs({**TWELVE.columns, "charge": missing}), ROLE, charge_head, mask="known")
     model = task.build()
-    everything = batch(task.spec.data)  # type: ignore[arg-type]
-    loss = task.loss_sum(model, everything)
+    full_batch = batch(task.spec.data)  # type: ignore[arg-type]
+    loss = task.loss_sum(model, full_batch)
     loss.backward()  # type: ignore[no-untyped-call]
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
-    said = task.outputs(model, everything)
-    where = torch.from_numpy(known.flat)
+    outputs = task.outputs(model, full_batch)
+    where = torch.from_numpy(mask.flat)
     role = torch.from_numpy(as_ragged(TWELVE.columns["role"]).flat)
-    entropy = F.cross_entropy(said[where, :2], role[where], ignore_index=-1, reduction="sum")
+    entropy = F.cross_entropy(outputs[where, :2], role[where], ignore_index=-1, reduction="sum")
     true = torch.from_numpy(charge.flat)[where]
-    square = (said[where, 2] - true).square().sum()
+    square = (outputs[where, 2] - true).square().sum()
     torch.testing.assert_close(loss, entropy + square)
-    whole = task.measure(model, everything)
-    torch.testing.assert_close(whole.inputs["charge/r2"], (said[where, 2], true))
-    found = whole.tallies
-    torch.testing.assert_close(found["charge/mse"].values.sum(), square)
-    assert found["loss"].weights.tolist() == [1 + number % 3 for number in range(12)]
-    assert torch.equal(found["charge/mae"].weights, found["loss"].weights)
-    assert found["role/loss"].weights.sum() == (role[where] >= 0).sum()
+    measurement = task.measure(model, full_batch)
+    torch.testing.assert_close(measurement.inputs["charge/r2"], (outputs[where, 2], true))
+    tallies = measurement.tallies
+    torch.testing.assert_close(tallies["charge/mse"].values.sum(), square)
+    assert tallies["loss"].weights.tolist() == [1 + number % 3 for number in range(12)]
+    assert torch.equal(tallies["charge/mae"].weights, tallies["loss"].weights)
+    assert tallies["role/loss"].weights.sum() == (role[where] >= 0).sum()
     with torch.no_grad():
-        predicted = task.measure(model, everything, predict=True).predictions
-    np.testing.assert_array_equal(np.isnan(as_ragged(predicted["charge"]).flat), ~known.flat)
-    assert (as_ragged(predicted["role"]).flat[~known.flat] == -1).all()
+        predictions = task.measure(model, full_batch, predict=True).predictions
+    np.testing.assert_array_equal(np.isnan(as_ragged(predictions["charge"]).flat), ~mask.flat)
+    assert (as_ragged(predictions["role"]).flat[~mask.flat] == -1).all()
 
 
 def values_of(name: str) -> NDArray[Any]:
@@ -208,39 +208,41 @@ def test_further_metrics_of_heads_are_of_the_whole_set(
         values.model_copy(update={"metrics": get_args(ValueMetric)}),
     )
     model, kind, size = task.build(), classes.name, values.name
-    accumulated = set_metrics(task.set_metrics, CPU, 12)
+    accumulators = set_metrics(task.set_metrics, CPU, 12)
     with torch.no_grad():
         for part in (batch(TWELVE, 0, 5), batch(TWELVE, 5)):
-            update(accumulated, task.measure(model, part).inputs)
-        said = task.outputs(model, batch(TWELVE)).double().numpy()
-    found = compute(World(0, 0, 1, CPU, "none"), accumulated)
-    assert {"loss", *found} < task.config.metrics.keys()
+            update(accumulators, task.measure(model, part).inputs)
+        outputs = task.outputs(model, batch(TWELVE)).double().numpy()
+    metrics = compute(World(0, 0, 1, CPU, "none"), accumulators)
+    assert {"loss", *metrics} < task.config.metrics.keys()
     target, truth = (values_of(head.column) for head in heads)
-    known, guessed = target >= 0, said[:, :-1].argmax(1)
+    mask, predictions = target >= 0, outputs[:, :-1].argmax(1)
     hits = [
         2
-        * np.sum(known & (target == c) & (guessed == c))
-        / max(1, np.sum(known & (target == c)) + np.sum(known & (guessed == c)))
-        for c in range(said.shape[1] - 1)
+        * np.sum(mask & (target == c) & (predictions == c))
+        / max(1, np.sum(mask & (target == c)) + np.sum(mask & (predictions == c)))
+        for c in range(outputs.shape[1] - 1)
     ]
-    seen = np.unique(np.concatenate([target[known], guessed[known]]))
-    assert found[f"{kind}/f1"] == pytest.approx(np.sum(hits) / len(seen), abs=1e-6)
-    apart, spread = said[:, -1] - truth, truth - truth.mean()
-    assert found[f"{size}/r2"] == pytest.approx(1 - np.sum(apart**2) / np.sum(spread**2), rel=1e-4)
-    assert found[f"{size}/pearson"] == pytest.approx(
-        np.corrcoef(said[:, -1], truth)[0, 1], abs=1e-5
+    present_classes = np.unique(np.concatenate([target[mask], predictions[mask]]))
+    assert metrics[f"{kind}/f1"] == pytest.approx(np.sum(hits) / len(present_classes), abs=1e-6)
+    difference, spread = outputs[:, -1] - truth, truth - truth.mean()
+    assert metrics[f"{size}/r2"] == pytest.approx(
+        1 - np.sum(difference**2) / np.sum(spread**2), rel=1e-4
+    )
+    assert metrics[f"{size}/pearson"] == pytest.approx(
+        np.corrcoef(outputs[:, -1], truth)[0, 1], abs=1e-5
     )
 
 
 def test_classes_without_a_sign_may_be_masked() -> None:
     role = as_ragged(TWELVE.columns["role"])
-    known = Ragged(as_ragged(TWELVE.columns["known"]).flat & (role.flat >= 0), role.offsets)
+    mask = Ragged(as_ragged(TWELVE.columns["known"]).flat & (role.flat >= 0), role.offsets)
     losses = []
     for dtype in (np.int64, np.uint8):
-        columns = {"known": known, "role": Ragged(role.flat.astype(dtype), role.offsets)}
+        columns = {"known": mask, "role": Ragged(role.flat.astype(dtype), role.offsets)}
         task = task_on(Graphs({**TWELVE.columns, **columns}), ROLE, mask="known")
-        whole = batch(task.spec.data)  # type: ignore[arg-type]
-        losses.append(task.measure(task.build(), whole).tallies["role/loss"])
+        full_batch = batch(task.spec.data)  # type: ignore[arg-type]
+        losses.append(task.measure(task.build(), full_batch).tallies["role/loss"])
     torch.testing.assert_close(losses[0].values, losses[1].values)
     assert torch.equal(losses[0].weights, losses[1].weights)
 
@@ -249,25 +251,25 @@ def test_metrics_of_nodes_are_sums_over_each_graph() -> None:
     task = task_on(TWELVE, ROLE, CHARGE)
     model = task.build()
     with torch.no_grad():
-        found = task.measure(model, batch(TWELVE)).tallies
-        said = task.outputs(model, batch(TWELVE)).double().numpy()
+        tallies = task.measure(model, batch(TWELVE)).tallies
+        outputs = task.outputs(model, batch(TWELVE)).double().numpy()
     role, charge = TWELVE.columns["role"], TWELVE.columns["charge"]
     assert isinstance(role, Ragged)
     assert isinstance(charge, Ragged)
-    begins, known = role.offsets[:-1], role.flat >= 0
-    entropy = np.zeros(len(known))
-    entropy[known] = -np.log(softmax(said[:, :2])[known, role.flat[known]])
-    square = (said[:, 2] - charge.flat) ** 2
+    begins, mask = role.offsets[:-1], role.flat >= 0
+    entropy = np.zeros(len(mask))
+    entropy[mask] = -np.log(softmax(outputs[:, :2])[mask, role.flat[mask]])
+    square = (outputs[:, 2] - charge.flat) ** 2
     np.testing.assert_allclose(
-        found["loss"].values, np.add.reduceat(entropy + square, begins), rtol=1e-5
+        tallies["loss"].values, np.add.reduceat(entropy + square, begins), rtol=1e-5
     )
-    np.testing.assert_array_equal(found["loss"].weights, role.sizes)
+    np.testing.assert_array_equal(tallies["loss"].weights, role.sizes)
     np.testing.assert_array_equal(
-        found["role/loss"].weights, np.add.reduceat(known.astype(float), begins)
+        tallies["role/loss"].weights, np.add.reduceat(mask.astype(float), begins)
     )
-    right = (said[:, :2].argmax(1) == role.flat) & known
+    right = (outputs[:, :2].argmax(1) == role.flat) & mask
     np.testing.assert_array_equal(
-        found["role/accuracy"].values, np.add.reduceat(right.astype(float), begins)
+        tallies["role/accuracy"].values, np.add.reduceat(right.astype(float), begins)
     )
     assert task.loss_sum(model, batch(TWELVE)).item() == pytest.approx((entropy + square).sum())
 
@@ -286,13 +288,13 @@ def test_sums_do_not_depend_on_batches(
     ends = [*sorted(cuts), 12]
     parts = [batch(TWELVE, a, b) for a, b in zip([0, *ends], ends, strict=False)]
     with torch.no_grad():
-        whole = task.loss_sum(model, batch(TWELVE)).item()
+        full_loss = task.loss_sum(model, batch(TWELVE)).item()
         assert sum(task.loss_sum(model, part).item() for part in parts) == pytest.approx(
-            whole, rel=1e-5
+            full_loss, rel=1e-5
         )
-        once = task.measure(model, batch(TWELVE)).tallies
+        full_tallies = task.measure(model, batch(TWELVE)).tallies
         split = [task.measure(model, part).tallies for part in parts]
-    for name, tally in once.items():
+    for name, tally in full_tallies.items():
         values = torch.cat([part[name].values for part in split])
         torch.testing.assert_close(values, tally.values, rtol=1e-4, atol=1e-5)
         assert torch.equal(torch.cat([part[name].weights for part in split]), tally.weights)
@@ -309,14 +311,16 @@ def test_a_class_that_is_not_known_teaches_nothing() -> None:
 def test_predictions_stand_beside_their_targets() -> None:
     task = task_on(TWELVE, KIND, SIZE)
     with torch.no_grad():
-        found = task.measure(task.build(), batch(TWELVE), predict=True).predictions
-        said = task.outputs(task.build(), batch(TWELVE)).numpy()
+        predictions = task.measure(task.build(), batch(TWELVE), predict=True).predictions
+        outputs = task.outputs(task.build(), batch(TWELVE)).numpy()
     columns = ["kind", "kind.predicted", "kind.probabilities", "size", "size.predicted"]
-    assert list(found) == columns
-    np.testing.assert_array_equal(found["kind"], TWELVE.columns["class"])
-    np.testing.assert_array_equal(found["kind.predicted"], said[:, :3].argmax(1))
-    np.testing.assert_allclose(found["kind.probabilities"], softmax(said[:, :3]), rtol=1e-5)
-    np.testing.assert_array_equal(found["size.predicted"], said[:, 3])
+    assert list(predictions) == columns
+    np.testing.assert_array_equal(predictions["kind"], TWELVE.columns["class"])
+    np.testing.assert_array_equal(predictions["kind.predicted"], outputs[:, :3].argmax(1))
+    np.testing.assert_allclose(
+        predictions["kind.probabilities"], softmax(outputs[:, :3]), rtol=1e-5
+    )
+    np.testing.assert_array_equal(predictions["size.predicted"], outputs[:, 3])
 
 
 def test_targets_keep_the_digits_of_float64() -> None:
@@ -325,25 +329,25 @@ def test_targets_keep_the_digits_of_float64() -> None:
     task = task_on(samples, SIZE)
     model = task.build()
     with torch.no_grad():
-        found = task.measure(model, batch(samples), predict=True).predictions
-        np.testing.assert_array_equal(found["size"], sizes)
+        predictions = task.measure(model, batch(samples), predict=True).predictions
+        np.testing.assert_array_equal(predictions["size"], sizes)
         # the loss is the model's: it decides in what it is computed
         assert task.loss_sum(model, batch(samples)).dtype == torch.float32
-        doubled = dict(batch(samples)) | {"x": batch(samples)["x"].double()}
-        tallies = task.measure(model.double(), doubled).tallies
+        double_batch = dict(batch(samples)) | {"x": batch(samples)["x"].double()}
+        tallies = task.measure(model.double(), double_batch).tallies
     assert {tally.values.dtype for tally in tallies.values()} == {torch.float64}
 
 
 def test_predictions_of_nodes_are_ragged() -> None:
     task = task_on(TWELVE, ROLE)
     with torch.no_grad():
-        found = task.measure(task.build(), batch(TWELVE), predict=True).predictions
+        predictions = task.measure(task.build(), batch(TWELVE), predict=True).predictions
     role = TWELVE.columns["role"]
     assert isinstance(role, Ragged)
-    for column in found.values():
+    for column in predictions.values():
         assert isinstance(column, Ragged)
         np.testing.assert_array_equal(column.sizes, role.sizes)
-    probabilities = found["role.probabilities"]
+    probabilities = predictions["role.probabilities"]
     assert isinstance(probabilities, Ragged)
     assert probabilities.values.shape[1:] == (2,)
 
@@ -378,8 +382,8 @@ def test_features_of_graphs_are_read_if_asked() -> None:
 
 def test_flops_follow_from_the_mean_graph() -> None:
     task, survey = task_on(TWELVE, SIZE), task_on(TWELVE, SIZE).spec.survey
-    one = flops_per_graph(task.architecture, survey.mean_nodes, survey.mean_edges)
-    assert task.flops(10.0) == pytest.approx(10 * one)
+    graph_flops = flops_per_graph(task.architecture, survey.mean_nodes, survey.mean_edges)
+    assert task.flops(10.0) == pytest.approx(10 * graph_flops)
     of_nodes = task_on(TWELVE, ROLE)
     per_graph = flops_per_graph(of_nodes.architecture, survey.mean_nodes, survey.mean_edges)
     assert of_nodes.flops(survey.mean_nodes) == pytest.approx(per_graph)
@@ -405,10 +409,10 @@ def test_every_layer_learns(layer: str, heads: tuple[HeadConfig, ...]) -> None:
     task = task_on(samples, *heads, layer=layer, width=16, pooling=("mean", "sum"))
     model = task.build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    everything = batch(samples)
+    full_batch = batch(samples)
     for _ in range(60):
         optimizer.zero_grad()
-        (task.loss_sum(model, everything) / len(samples)).backward()
+        (task.loss_sum(model, full_batch) / len(samples)).backward()
         optimizer.step()
     with torch.no_grad():
         means = mean(task.measure(model, batch(unseen)).tallies)

@@ -93,16 +93,16 @@ DIFFERENT = [
 ]
 
 
-@pytest.mark.parametrize(("one", "other"), EQUAL)
-def test_two_forms_of_one_answer_are_equal(one: str, other: str) -> None:
-    assert same_answer(one, other)
-    assert same_answer(other, one)
+@pytest.mark.parametrize(("answer", "other"), EQUAL)
+def test_two_forms_of_one_answer_are_equal(answer: str, other: str) -> None:
+    assert same_answer(answer, other)
+    assert same_answer(other, answer)
 
 
-@pytest.mark.parametrize(("one", "other"), DIFFERENT, ids=range(len(DIFFERENT)))
-def test_two_answers_differ(one: str, other: str) -> None:
-    assert not same_answer(one, other)
-    assert not same_answer(other, one)
+@pytest.mark.parametrize(("answer", "other"), DIFFERENT, ids=range(len(DIFFERENT)))
+def test_two_answers_differ(answer: str, other: str) -> None:
+    assert not same_answer(answer, other)
+    assert not same_answer(other, answer)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +141,6 @@ texts = st.text(alphabet=r"0123456789.,-+/*^(){}[]\ $%=" + "fracsqtboxedpi∞cup
 
 
 @given(texts, texts)
-def test_any_text_is_compared_and_equality_is_symmetric(one: str, other: str) -> None:
-    assert same_answer(one, other) == same_answer(other, one)
-    final_answer(one)
+def test_any_text_is_compared_and_equality_is_symmetric(answer: str, other: str) -> None:
+    assert same_answer(answer, other) == same_answer(other, answer)
+    final_answer(answer)

@@ -27,7 +27,7 @@ def test_samples_end_where_an_answer_of_the_run_does(
     model, tokenizer = load_policy("tuned", "arithmetic")
     (prompt,) = TextEncoder(tokenizer)([chat_prompt(tokenizer, "tuned", ASKED)])
     sampling = Sampling(MOST, temperature=0.01)
-    drawn = sample_completions(model, tokenizer.pad_token_id, [prompt], 2, sampling, seed=0)
+    completions = sample_completions(model, tokenizer.pad_token_id, [prompt], 2, sampling, seed=0)
     (text,) = instar.sample("run", "say it", chat=True, temperature=0, max_tokens=MOST)
     assert text.endswith("the word")
-    assert [tokenizer.decode(ids) for ids in drawn] == [text + CHAT_ENDS[kind]] * 2
+    assert [tokenizer.decode(ids) for ids in completions] == [text + CHAT_ENDS[kind]] * 2

@@ -36,33 +36,37 @@ def test_a_server_killed_mid_run_is_restarted_with_its_training_which_goes_on(
     example = place.path / EXAMPLE.name
     # spares each of four processes the ten seconds in which it imports TRL
     example.write_text(EXAMPLE.read_text().replace("python -m", f"{forks_for_grpo().python} -m"))
-    up = place.start("up", example, "--only", "0", *(w for each in sets for w in ("--set", each)))
+    up = place.start(
+        "up", example, "--only", "0", *(w for setting in sets for w in ("--set", setting))
+    )
     record = place.path / "outputs/trl_arithmetic_instance0_seed42/events.jsonl"
 
     def has_saved(_: dict[str, Any]) -> bool:
         return b'"kind":"checkpoint"' in record.read_bytes()
 
-    found = place.wait("grpo-cpu", has_saved, timeout_s=200)
-    os.kill(found["instances"]["0"]["processes"]["server"]["pid"], signal.SIGKILL)
+    status = place.wait("grpo-cpu", has_saved, timeout_s=200)
+    os.kill(status["instances"]["0"]["processes"]["server"]["pid"], signal.SIGKILL)
     killed_at = time.time()
     output, _ = up.communicate(timeout=200)
     assert up.returncode == 0, output
     assert not place.living_pids()
 
     changes = [
-        each
-        for each in read_fleet_events(place.path / "fleets/grpo-cpu")
-        if isinstance(each, ProcessChanged)
+        event
+        for event in read_fleet_events(place.path / "fleets/grpo-cpu")
+        if isinstance(event, ProcessChanged)
     ]
-    noticed = next(each for each in changes if each.process == "server" and each.phase == "exited")
-    assert noticed.time - killed_at < 1.0
-    started = [each.process for each in changes if each.phase == "starting"]
-    assert started == ["server", "training"] * 2
+    exit_event = next(
+        event for event in changes if event.process == "server" and event.phase == "exited"
+    )
+    assert exit_event.time - killed_at < 1.0
+    start_order = [event.process for event in changes if event.phase == "starting"]
+    assert start_order == ["server", "training"] * 2
 
     events = [*read_record(record)]
-    first, second = (each.step for each in events if isinstance(each, RunStarted))
+    first, second = (event.step for event in events if isinstance(event, RunStarted))
     assert first == 0
     assert second >= 10
-    assert [each.step for each in events if isinstance(each, Train)][-1] == STEPS
+    assert [event.step for event in events if isinstance(event, Train)][-1] == STEPS
     deltas = links(place.path / "checkpoints/deltas_arithmetic_instance0_seed42")
     assert deltas[-1].step == STEPS

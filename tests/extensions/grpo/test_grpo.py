@@ -58,9 +58,9 @@ def train_in(folder: Path, resume: Any = None, **changes: Any) -> Options:
     folder.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        told = options(**changes)
-        train_grpo(told, resume)
-    return told
+        run_options = options(**changes)
+        train_grpo(run_options, resume)
+    return run_options
 
 
 def weights(folder: Path, step: int = STEPS, name: str = NAME) -> Weights:
@@ -71,59 +71,61 @@ def events(folder: Path, name: str = NAME) -> list[Event]:
     return [*read_events(folder / "outputs" / name / "events.jsonl")]
 
 
-def same(one: Weights, other: Weights) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+def same(first: Weights, other: Weights) -> bool:
+    return first.keys() == other.keys() and all(
+        torch.equal(first[key], other[key]) for key in first
+    )
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def full_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run from start to end."""
     folder = tmp_path_factory.mktemp("whole")
     train_in(folder)
     return folder
 
 
-def measured(folder: Path, name: str = NAME) -> list[tuple[int, float, dict[str, float]]]:
+def measurements(folder: Path, name: str = NAME) -> list[tuple[int, float, dict[str, float]]]:
     """What the steps and evaluations of a run measured, without times."""
     return [
-        (each.step, each.loss, each.extra)
-        for each in events(folder, name)
-        if isinstance(each, Train | Eval)
+        (event.step, event.loss, event.extra)
+        for event in events(folder, name)
+        if isinstance(event, Train | Eval)
     ]
 
 
 def test_a_seed_gives_the_same_weights_and_measurements_every_time(
-    whole: Path, tmp_path: Path
+    full_run: Path, tmp_path: Path
 ) -> None:
     train_in(tmp_path)
-    assert same(weights(whole), weights(tmp_path))
-    assert measured(whole) == measured(tmp_path)
+    assert same(weights(full_run), weights(tmp_path))
+    assert measurements(full_run) == measurements(tmp_path)
 
 
-def test_another_seed_gives_other_questions_and_samples(whole: Path, tmp_path: Path) -> None:
+def test_another_seed_gives_other_questions_and_samples(full_run: Path, tmp_path: Path) -> None:
     train_in(tmp_path, seed=1337, max_steps=3)
     name = "trl_arithmetic_seed1337"
-    assert not same(weights(whole, 3), weights(tmp_path, 3, name))
-    assert measured(whole)[:2] != measured(tmp_path, name)[:2]
+    assert not same(weights(full_run, 3), weights(tmp_path, 3, name))
+    assert measurements(full_run)[:2] != measurements(tmp_path, name)[:2]
 
 
 @pytest.mark.parametrize("num_iterations", [1, 2])
 def test_a_resumed_run_equals_one_without_interruption(
-    whole: Path, tmp_path: Path, num_iterations: int
+    full_run: Path, tmp_path: Path, num_iterations: int
 ) -> None:
     """With two iterations it is interrupted between two steps on the same completions."""
-    uninterrupted = whole
+    reference = full_run
     if num_iterations > 1:
-        uninterrupted = tmp_path / "uninterrupted"
-        train_in(uninterrupted, num_iterations=num_iterations)
+        reference = tmp_path / "uninterrupted"
+        train_in(reference, num_iterations=num_iterations)
     cut = tmp_path / "cut"
     train_in(cut, max_steps=3, num_iterations=num_iterations)
     train_in(cut, "latest", num_iterations=num_iterations)
-    assert same(weights(uninterrupted), weights(cut))
+    assert same(weights(reference), weights(cut))
 
 
 def test_a_stop_signal_saves_and_the_resumed_run_equals_one_without_it(
-    whole: Path, tmp_path: Path
+    full_run: Path, tmp_path: Path
 ) -> None:
     """With the command line, and W&B offline."""
     words = (
@@ -143,13 +145,13 @@ def test_a_stop_signal_saves_and_the_resumed_run_equals_one_without_it(
             if line.split()[:2] == ["2", "reward"]:
                 process.send_signal(signal.SIGTERM)
     assert process.returncode == 75
-    (tracked,) = (tmp_path / "logs" / NAME / "wandb").glob("offline-run-*")
-    assert tracked.name.endswith("-trl_arithmetic_grpo_tiny_seed42")
-    (stopped,) = (each for each in events(tmp_path) if isinstance(each, Stop))
-    assert (stopped.reason, stopped.resumable) == ("SIGTERM", True)
-    assert stopped.step < STEPS
+    (wandb_folder,) = (tmp_path / "logs" / NAME / "wandb").glob("offline-run-*")
+    assert wandb_folder.name.endswith("-trl_arithmetic_grpo_tiny_seed42")
+    (stop,) = (event for event in events(tmp_path) if isinstance(event, Stop))
+    assert (stop.reason, stop.resumable) == ("SIGTERM", True)
+    assert stop.step < STEPS
     train_in(tmp_path, "latest", save_every=100)
-    assert same(weights(whole), weights(tmp_path))
+    assert same(weights(full_run), weights(tmp_path))
 
 
 def test_every_step_is_a_delta_of_bf16_weights(tmp_path: Path) -> None:
@@ -157,33 +159,35 @@ def test_every_step_is_a_delta_of_bf16_weights(tmp_path: Path) -> None:
     train_in(tmp_path, "latest", delta_every=1)
     chain = tmp_path / "checkpoints/deltas_arithmetic_seed42"
     assert [link.step for link in links(chain)] == [*range(STEPS + 1)]
-    last, saved = load_state(chain), weights(tmp_path)
-    assert all(torch.equal(last[name], saved[name].bfloat16()) for name in saved)
-    recorded = [each for each in events(tmp_path) if isinstance(each, Delta)]
-    assert [each.step for each in recorded] == [*range(STEPS + 1)]
-    assert all(each.density is None or 0 < each.density <= 1 for each in recorded)
+    last, expected = load_state(chain), weights(tmp_path)
+    assert all(torch.equal(last[name], expected[name].bfloat16()) for name in expected)
+    deltas = [event for event in events(tmp_path) if isinstance(event, Delta)]
+    assert [event.step for event in deltas] == [*range(STEPS + 1)]
+    assert all(event.density is None or 0 < event.density <= 1 for event in deltas)
 
 
 def test_the_record_is_that_of_a_run(
-    whole: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    full_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = events(whole)
-    started, *_, finished = found
-    assert isinstance(started, RunStarted)
-    assert started.launch["seed"] == 42
-    assert isinstance(finished, RunFinished)
-    assert finished.step == STEPS
-    assert finished.samples == 8 * STEPS
-    assert finished.epoch == pytest.approx(8 * STEPS / 25)
-    assert [each.step for each in found if isinstance(each, Train)] == [*range(1, STEPS + 1)]
-    assert [each.step for each in found if isinstance(each, Eval)] == [0, 3, 6]
-    assert [each.step for each in found if isinstance(each, Saved)] == [3, 6]
-    last = [each for each in found if isinstance(each, Eval)][-1]
+    run_events = events(full_run)
+    start, *_, finish = run_events
+    assert isinstance(start, RunStarted)
+    assert start.launch["seed"] == 42
+    assert isinstance(finish, RunFinished)
+    assert finish.step == STEPS
+    assert finish.samples == 8 * STEPS
+    assert finish.epoch == pytest.approx(8 * STEPS / 25)
+    assert [event.step for event in run_events if isinstance(event, Train)] == [
+        *range(1, STEPS + 1)
+    ]
+    assert [event.step for event in run_events if isinstance(event, Eval)] == [0, 3, 6]
+    assert [event.step for event in run_events if isinstance(event, Saved)] == [3, 6]
+    last = [event for event in run_events if isinstance(event, Eval)][-1]
     assert last.extra.keys() == last.errors.keys() == {"pass@1", "pass@4"}
     assert last.eval_tokens > 0
-    assert (whole / "logs" / NAME / "train.log").read_text().count("reward") == STEPS
+    assert (full_run / "logs" / NAME / "train.log").read_text().count("reward") == STEPS
 
-    monkeypatch.chdir(whole)
+    monkeypatch.chdir(full_run)
     run = f"outputs/{NAME}"
     assert instar(["logs", "summary", run]) == 0
     assert "pass@1" in capsys.readouterr().out
@@ -192,30 +196,30 @@ def test_the_record_is_that_of_a_run(
     assert "reward" in Path("report.html").read_text()
 
 
-def test_a_finished_run_is_left_as_it_is(whole: Path) -> None:
-    before = events(whole)
-    train_in(whole, "auto")
-    assert events(whole) == before
+def test_a_finished_run_is_left_as_it_is(full_run: Path) -> None:
+    before = events(full_run)
+    train_in(full_run, "auto")
+    assert events(full_run) == before
 
 
-def test_a_run_is_not_overwritten_or_resumed_with_other_options(whole: Path) -> None:
+def test_a_run_is_not_overwritten_or_resumed_with_other_options(full_run: Path) -> None:
     for resume, changes, says in (
         (None, {}, "holds a run"),
         ("latest", {"lr": 0.5, "max_steps": 9}, "--lr: .*trained with 0.001, not 0.5"),
         ("latest", {"run_suffix": "new"}, "has no checkpoint"),
     ):
         with pytest.raises(ConfigError, match=says):
-            train_in(whole, resume, **changes)
+            train_in(full_run, resume, **changes)
 
 
 def test_names_are_those_of_the_instance() -> None:
-    told = Options(
+    run_options = Options(
         dataset="gsm8k", model="Qwen/Qwen2.5-1.5B-Instruct", run_suffix="instance0_seed42"
     )
-    assert told.output_dir == Path("outputs/trl_gsm8k_instance0_seed42")
-    assert told.delta_dir == Path("checkpoints/deltas_gsm8k_instance0_seed42")
-    assert told.log_dir == Path("logs/trl_gsm8k_instance0_seed42")
-    assert told.wandb_name == "trl_gsm8k_grpo_qwen2.5-1.5b-instruct_instance0_seed42"
+    assert run_options.output_dir == Path("outputs/trl_gsm8k_instance0_seed42")
+    assert run_options.delta_dir == Path("checkpoints/deltas_gsm8k_instance0_seed42")
+    assert run_options.log_dir == Path("logs/trl_gsm8k_instance0_seed42")
+    assert run_options.wandb_name == "trl_gsm8k_grpo_qwen2.5-1.5b-instruct_instance0_seed42"
 
 
 @pytest.mark.parametrize(
@@ -277,15 +281,15 @@ def test_bad_input_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
         ("--resume", "has no checkpoint"),
         ("--seed -1", "--seed"),
     ]
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", BAD.format(cases=cases)],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    said = done.stderr
+    assert result.returncode == 0, result.stderr
+    output = result.stderr
     for _, says in cases:
-        assert said.count(says) >= 2, (says, said)
+        assert output.count(says) >= 2, (says, output)
     assert not (tmp_path / "outputs").exists()

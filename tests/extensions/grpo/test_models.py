@@ -50,11 +50,13 @@ def test_the_end_that_only_one_of_them_has_is_that_of_both(
     folder: Path, tokenizer: str | None, ids: Any
 ) -> None:
     say_end(folder, tokenizer=tokenizer, ids=ids)
-    model, loaded = load_policy(str(folder), "arithmetic")
-    assert loaded.eos_token_id == loaded.pad_token_id == 0
+    model, loaded_tokenizer = load_policy(str(folder), "arithmetic")
+    assert loaded_tokenizer.eos_token_id == loaded_tokenizer.pad_token_id == 0
     assert end_ids(model) == (ids if isinstance(ids, list) else [0])
-    (drawn,) = sample_completions(model, loaded.pad_token_id, [[5, 6, 7]], 1, Sampling(4), seed=0)
-    assert 1 <= len(drawn) <= 4
+    (completion,) = sample_completions(
+        model, loaded_tokenizer.pad_token_id, [[5, 6, 7]], 1, Sampling(4), seed=0
+    )
+    assert 1 <= len(completion) <= 4
 
 
 def test_a_model_without_an_end_is_refused_by_name(folder: Path) -> None:
@@ -67,45 +69,47 @@ def test_a_model_without_an_end_is_refused_by_name(folder: Path) -> None:
 @parametrize_first("kind", ["qwen3", "gemma2", "llama", "llama2"], first=2)
 def test_texts_and_chats_become_what_transformers_makes_of_them(kind: str, tmp_path: Path) -> None:
     write_tokenizer(kind, tmp_path)
-    theirs: Any = AutoTokenizer.from_pretrained(tmp_path)
-    texts = ["the words", "", "  naïve 再见 ✓\n", str(theirs.eos_token)]
-    assert TextEncoder(theirs)(texts) == theirs(texts)["input_ids"]
+    tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path)
+    texts = ["the words", "", "  naïve 再见 ✓\n", str(tokenizer.eos_token)]
+    assert TextEncoder(tokenizer)(texts) == tokenizer(texts)["input_ids"]
     messages = [{"role": "user", "content": "2?"}]
-    expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert chat_prompt(theirs, "name", messages) == expected
-    theirs.chat_template = "{{ raise_exception('no') }}"
+    expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert chat_prompt(tokenizer, "name", messages) == expected
+    tokenizer.chat_template = "{{ raise_exception('no') }}"
     with pytest.raises(ConfigError, match="name: the chat template refuses it: no"):
-        chat_prompt(theirs, "name", messages)
+        chat_prompt(tokenizer, "name", messages)
 
 
 def test_a_text_that_a_tokenizer_fails_on_is_an_answer_and_the_server_goes_on() -> None:
     model, tokenizer = load_policy("tiny", "arithmetic")
-    saved = json.loads(tokenizer.backend_tokenizer.to_str())
-    doubled = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
-    saved["normalizer"] = {"type": "Sequence", "normalizers": [doubled] * 40}
+    tokenizer_json = json.loads(tokenizer.backend_tokenizer.to_str())
+    doubling = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+    tokenizer_json["normalizer"] = {"type": "Sequence", "normalizers": [doubling] * 40}
     hostile = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(json.dumps(saved)), eos_token="<eos>", pad_token="<pad>"
+        tokenizer_object=Tokenizer.from_str(json.dumps(tokenizer_json)),
+        eos_token="<eos>",
+        pad_token="<pad>",
     )
     app = ModelService("tiny", model, hostile).app()
 
-    async def asked(prompts: list[Any]) -> list[tuple[int, str]]:
+    async def ask(prompts: list[Any]) -> list[tuple[int, str]]:
         transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
-            bodies = [json.dumps({"prompt": each, "max_tokens": 1}) for each in prompts]
+            bodies = [json.dumps({"prompt": prompt, "max_tokens": 1}) for prompt in prompts]
             bodies.append(" " * ((32 << 20) + 1))
-            answers = [await client.post("/v1/completions", content=each) for each in bodies]
+            answers = [await client.post("/v1/completions", content=body) for body in bodies]
         return [(answer.status_code, answer.text) for answer in answers]
 
-    failed, encoded, ids, large = asyncio.run(asked(["a", "1+2=", [3, 4]]))
-    assert failed[0] == 400
-    assert "the tokenizer cannot be used to encode text: it takes more than" in failed[1]
-    assert (encoded[0], ids[0]) == (200, 200)
+    failure, success, ids, large = asyncio.run(ask(["a", "1+2=", [3, 4]]))
+    assert failure[0] == 400
+    assert "the tokenizer cannot be used to encode text: it takes more than" in failure[1]
+    assert (success[0], ids[0]) == (200, 200)
     assert large == (413, '{"error":"more than 33,554,432 bytes"}')
 
 
 def test_a_tokenizer_that_fails_is_refused_before_transformers_uses_it(folder: Path) -> None:
-    saved = json.loads((folder / "tokenizer.json").read_text())
-    saved["pre_tokenizer"] = {"type": "FixedLength", "length": 0}
-    (folder / "tokenizer.json").write_text(json.dumps(saved))
+    tokenizer_json = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer_json["pre_tokenizer"] = {"type": "FixedLength", "length": 0}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json))
     with pytest.raises(ConfigError, match="the tokenizer cannot be used to encode text"):
         load_policy(str(folder), "arithmetic")

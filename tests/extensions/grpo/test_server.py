@@ -60,7 +60,7 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def trained() -> Any:
+def policy() -> Any:
     """The tiny model, trained by other weights than the server began with."""
     import torch
 
@@ -84,20 +84,20 @@ def port_of(address: str) -> int:
 
 
 def test_samples_of_a_server_are_those_of_the_trainers_own_weights(
-    address: str, trained: Any
+    address: str, policy: Any
 ) -> None:
-    model, tokenizer = trained
+    model, tokenizer = policy
     prompts = tokenizer(["1+2=", "3+4=", "0+0="])["input_ids"]
-    ours = sample_completions(
+    expected = sample_completions(
         model, tokenizer.pad_token_id, prompts, 4, Sampling(max_tokens=5), seed=7
     )
     with sampler_of(address, model) as sampler:
-        assert sampler.draw(prompts, 4, 7, step=1).ids == ours
-        assert sampler.draw(prompts, 4, 8, step=1).ids != ours
+        assert sampler.draw(prompts, 4, 7, step=1).ids == expected
+        assert sampler.draw(prompts, 4, 8, step=1).ids != expected
 
 
-def test_a_server_that_was_restarted_gets_the_weights_again(trained: Any) -> None:
-    model, tokenizer = trained
+def test_a_server_that_was_restarted_gets_the_weights_again(policy: Any) -> None:
+    model, tokenizer = policy
     prompts = tokenizer(["1+2="])["input_ids"]
     port = free_port()
     with sampler_of(f"http://127.0.0.1:{port}", model) as sampler:
@@ -107,11 +107,11 @@ def test_a_server_that_was_restarted_gets_the_weights_again(trained: Any) -> Non
             assert sampler.draw(prompts, 8, 7, step=1) == before
 
 
-def test_a_server_that_is_gone_is_named(trained: Any) -> None:
-    model, _ = trained
+def test_a_server_that_is_gone_is_named(policy: Any) -> None:
+    model, _ = policy
     address = f"http://127.0.0.1:{free_port()}"
-    lost = pytest.raises(ServerLost, match=address)
-    with sampler_of(address, model, patience_s=0.1) as sampler, lost:
+    server_loss = pytest.raises(ServerLost, match=address)
+    with sampler_of(address, model, patience_s=0.1) as sampler, server_loss:
         sampler.draw([[3]], 1, 0, step=1)
 
 
@@ -125,7 +125,7 @@ def test_a_server_is_found_by_its_model_and_its_protocol(address: str) -> None:
         find_server("vllm", free_port(), "tiny")
 
 
-def _damaged(model: Any, value: float) -> bytes:
+def _corrupt_weights(model: Any, value: float) -> bytes:
     """The weights of a model with this value as the last one of its last tensor."""
     tensors = load(get_weights(model, "float32"))
     tensors[max(tensors)].view(-1)[-1] = value
@@ -172,15 +172,15 @@ def test_a_body_that_is_nested_too_deep_is_refused(address: str) -> None:
     assert httpx.post(f"{address}/v1/completions", content=body).status_code == 200
 
 
-def test_weights_of_another_form_are_refused_and_change_nothing(address: str, trained: Any) -> None:
+def test_weights_of_another_form_are_refused_and_change_nothing(address: str, policy: Any) -> None:
     before = httpx.get(f"{address}/v1/models").json()
-    model, _ = trained
+    model, _ = policy
     for content, says in (
         (b"nonsense", "not safetensors"),
         (get_weights(model, "bfloat16"), "is bfloat16 [14, 64]"),
         (get_weights(model.lm_head, "float32"), "is missing"),
-        (_damaged(model, float("nan")), "not finite"),
-        (_damaged(model, float("-inf")), "not finite"),
+        (_corrupt_weights(model, float("nan")), "not finite"),
+        (_corrupt_weights(model, float("-inf")), "not finite"),
         (get_weights(model, "float32") + bytes(2 << 20), "more than"),
     ):
         answer = httpx.put(f"{address}/weights", content=content)
@@ -191,12 +191,12 @@ def test_weights_of_another_form_are_refused_and_change_nothing(address: str, tr
 
 def test_the_server_module_is_the_documented_command(tmp_path: Path) -> None:
     """A name on the hub would be asked for again and again where there is no network."""
-    done = subprocess.run(
+    result = subprocess.run(
         [*serve(), "--model", "./nothing"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 2, done.stderr
-    assert "./nothing cannot be loaded" in done.stderr
+    assert result.returncode == 2, result.stderr
+    assert "./nothing cannot be loaded" in result.stderr

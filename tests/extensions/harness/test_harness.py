@@ -114,7 +114,7 @@ def run(
     return hook, place
 
 
-def measured(model: Any) -> dict[str, float]:
+def measure(model: Any) -> dict[str, float]:
     manager = TaskManager(include_defaults=False)
     results: Any = simple_evaluate(model, tasks=TASKS, bootstrap_iters=0, task_manager=manager)
     return {
@@ -128,19 +128,21 @@ def measured(model: Any) -> dict[str, float]:
 def test_the_harness_measures_the_same_on_what_is_exported(run: tuple[Harness, Path]) -> None:
     """Also pair by pair: a text longer than the model reads, a continuation of several tokens, and an empty text."""
     hook, place = run
-    theirs = HFLM(pretrained=str(place / "hf"), device="cpu", dtype="float32", batch_size=4)
-    expected = measured(theirs)
+    reference_model = HFLM(
+        pretrained=str(place / "hf"), device="cpu", dtype="float32", batch_size=4
+    )
+    expected = measure(reference_model)
     model, tokenizer = instar.load_model(place / "run", "cpu"), load_saved_tokenizer(place / "run")
-    ours = HarnessModel(model, tokenizer, 5)
+    harness_model = HarnessModel(model, tokenizer, 5)
     assert hook.results.keys() == {20}
     assert hook.results[20] == pytest.approx(expected, rel=1e-5)
-    assert measured(ours) == pytest.approx(expected, rel=1e-5)
+    assert measure(harness_model) == pytest.approx(expected, rel=1e-5)
     pairs = [("4 squared is", " 16, and"), ("", "5 squared"), ("7 ", "squared")]
     pairs.append((" ".join(["9 squared is 81,"] * 9), " and"))
     requests = [type("Request", (), {"args": pair})() for pair in pairs]
     for (score, greedy), (their_score, their_greedy) in zip(
-        ours.loglikelihood(requests, disable_tqdm=True),
-        theirs.loglikelihood(requests, disable_tqdm=True),
+        harness_model.loglikelihood(requests, disable_tqdm=True),
+        reference_model.loglikelihood(requests, disable_tqdm=True),
         strict=True,
     ):
         assert score == pytest.approx(their_score, rel=1e-4)

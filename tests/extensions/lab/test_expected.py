@@ -36,26 +36,26 @@ def foretold(preset: str, *settings: str) -> Forecast:
 
 
 def test_without_a_pilot_it_is_the_range_of_other_runs_at_the_costs_of_this() -> None:
-    told = foretold("moult")
-    found = typical(told)
-    assert found is not None
-    assert found.shares is not None
-    assert found.family is None
-    low, middle, high = found.shares
+    forecast = foretold("moult")
+    saving = typical(forecast)
+    assert saving is not None
+    assert saving.shares is not None
+    assert saving.family is None
+    low, middle, high = saving.shares
     assert 0 < low < middle < high < 0.75
-    *small, final = (stage.flops_per_token for stage in told.stages)
+    *small, final = (stage.flops_per_token for stage in forecast.stages)
     costs = [flops / final for flops in small]
     worth = 0.3 + sum(0.35 * cost ** EXPONENTS[1] for cost in costs)
     assert middle == pytest.approx(1 - (0.3 + 0.35 * sum(costs)) / worth)
-    text = " ".join(render(told, [render_saving(found)]).split())
+    text = " ".join(render(forecast, [render_saving(saving)]).split())
     assert "may save" in text
     assert "not measured for this config" in text
     assert "`instar schedule pilot` measures it" in text
-    assert max(map(len, render(told, [render_saving(found)]).splitlines())) <= 80
+    assert max(map(len, render(forecast, [render_saving(saving)]).splitlines())) <= 80
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         (["train.until=100it"], "tokens per parameter, and those that were measured 5 to 20"),
         (["train.until=60000it"], "tokens per parameter, and those that were measured 5 to 20"),
@@ -63,13 +63,13 @@ def test_without_a_pilot_it_is_the_range_of_other_runs_at_the_costs_of_this() ->
         (["train.until=[6000it, loss<2]"], ""),
     ],
 )
-def test_beyond_what_was_measured_there_is_no_number(settings: list[str], said: str) -> None:
-    found = typical(foretold("moult", *settings))
-    assert found is not None
-    assert said in found.unknown
-    assert (found.shares is None) == bool(said)
-    if said:
-        assert "nobody can say what it saves" in render_saving(found).replace("\n", " ")
+def test_beyond_what_was_measured_there_is_no_number(settings: list[str], message: str) -> None:
+    saving = typical(foretold("moult", *settings))
+    assert saving is not None
+    assert message in saving.unknown
+    assert (saving.shares is None) == bool(message)
+    if message:
+        assert "nobody can say what it saves" in render_saving(saving).replace("\n", " ")
 
 
 def test_of_late_and_of_uncertain_growth_there_is_no_number() -> None:
@@ -91,28 +91,30 @@ def test_nothing_is_said_of_other_growth_or_of_none() -> None:
 
 
 def test_a_family_saves_the_steps_that_its_members_share() -> None:
-    told = foretold("family")
-    trunk = spending(told)
+    forecast = foretold("family")
+    trunk = spending(forecast)
     # at θ = 0 a token is worth a token, so each size from scratch takes the tokens of its own
-    found = family_saving(told, [0.0])
-    assert found is not None
+    family_share = family_saving(forecast, [0.0])
+    assert family_share is not None
     flops, scratch = 0.0, 0.0
-    per_token = [each.flops_per_token for each in trunk]
+    per_token = [stage.flops_per_token for stage in trunk]
     tokens_per_step = 4 * 32
-    for (begun, own), cost in zip(((2100, 900), (4200, 1800)), (min(per_token), None), strict=True):
+    for (trunk_steps, own_steps), cost in zip(
+        ((2100, 900), (4200, 1800)), (min(per_token), None), strict=True
+    ):
         size = cost or sorted(set(per_token))[1]
-        scratch += (begun + own) * tokens_per_step * size
-        flops += own * tokens_per_step * size
+        scratch += (trunk_steps + own_steps) * tokens_per_step * size
+        flops += own_steps * tokens_per_step * size
     scratch += 6000 * tokens_per_step * max(per_token)
-    flops += sum(each.flops_per_token * each.tokens for each in trunk)
-    assert found[1] == pytest.approx(1 - flops / scratch)
-    both = typical(told)
-    assert both is not None
-    assert both.family is not None
-    assert both.shares is not None
+    flops += sum(stage.flops_per_token * stage.tokens for stage in trunk)
+    assert family_share[1] == pytest.approx(1 - flops / scratch)
+    saving = typical(forecast)
+    assert saving is not None
+    assert saving.family is not None
+    assert saving.shares is not None
     # its members share more than the largest alone saves
-    assert all(family > alone for family, alone in zip(both.family, both.shares, strict=True))
-    assert "of all sizes from scratch" in " ".join(render_saving(both).split())
+    assert all(family > single for family, single in zip(saving.family, saving.shares, strict=True))
+    assert "of all sizes from scratch" in " ".join(render_saving(saving).split())
 
 
 def test_one_model_saves_what_its_stages_are_worth() -> None:
@@ -122,9 +124,9 @@ def test_one_model_saves_what_its_stages_are_worth() -> None:
 
 
 def test_in_json_what_was_not_measured_has_another_name(tmp_path: Path) -> None:
-    told = foretold("family")
-    found = expected_saving(told, load_config(None), str(tmp_path / "run.yaml"))
-    given = json.loads(json.dumps(saving_values(found)))
-    assert given["saving"] is None
-    assert len(given["typical_saving"]["family"]) == 3
+    forecast = foretold("family")
+    saving = expected_saving(forecast, load_config(None), str(tmp_path / "run.yaml"))
+    values = json.loads(json.dumps(saving_values(saving)))
+    assert values["saving"] is None
+    assert len(values["typical_saving"]["family"]) == 3
     assert saving_values(None) == {"saving": None, "typical_saving": None}

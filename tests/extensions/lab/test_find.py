@@ -27,30 +27,30 @@ def valley(best: float, *, diverges: float = math.inf) -> Callable[[float, int],
     def loss(lr: float, steps: int) -> float:
         if lr > diverges:
             return math.inf
-        apart = math.log2(lr / best) - 0.5 * math.log2(STEPS / steps)
-        return 2.0 + 0.05 * apart**2 * (2.0 if apart > 0 else 1.0)
+        octaves = math.log2(lr / best) - 0.5 * math.log2(STEPS / steps)
+        return 2.0 + 0.05 * octaves**2 * (2.0 if octaves > 0 else 1.0)
 
     return loss
 
 
 @pytest.mark.parametrize("best", [3e-4, 1e-3, 2.3e-3, 0.07])
 def test_the_minimum_is_found_within_a_third_of_an_octave(best: float) -> None:
-    found = search_rate(valley(best), 1e-3, STEPS, BUDGET * STEPS)
-    assert found.finished
-    assert abs(math.log2(found.lr / best)) < 1 / 3
-    assert found.steps <= BUDGET * STEPS
+    result = search_rate(valley(best), 1e-3, STEPS, BUDGET * STEPS)
+    assert result.finished
+    assert abs(math.log2(result.lr / best)) < 1 / 3
+    assert result.steps <= BUDGET * STEPS
 
 
 def test_a_start_far_above_or_below_is_left_behind() -> None:
     for best in (1e-7, 30.0):
-        found = search_rate(valley(best, diverges=100 * best), 1e-3, STEPS, 20 * STEPS)
-        assert found.finished
-        assert abs(math.log2(found.lr / best)) < 1 / 3
+        result = search_rate(valley(best, diverges=100 * best), 1e-3, STEPS, 20 * STEPS)
+        assert result.finished
+        assert abs(math.log2(result.lr / best)) < 1 / 3
 
 
 def test_rates_that_win_early_do_not_hide_the_one_that_wins_late() -> None:
     """Losses of a small GPT after 50 to 400 steps: early, two valleys, and the wrong one deeper."""
-    measured = {
+    losses = {
         100: [4.2766, 3.5496, 2.9592, 2.6635, 2.6346, 2.6321, 2.5891, 2.7364],
         200: [3.5287, 2.9109, 2.5062, 2.3757, 2.4666, 2.5095, 2.4869, 2.5989],
         400: [2.8776, 2.4375, 2.1944, 2.0684, 2.0995, 2.2685, 2.2778, 2.4731],
@@ -58,17 +58,17 @@ def test_rates_that_win_early_do_not_hide_the_one_that_wins_late() -> None:
 
     def loss(lr: float, steps: int) -> float:
         place = round(math.log2(lr / 5e-4))
-        return measured[steps][place] if 0 <= place < 8 else 9.0 + abs(place)
+        return losses[steps][place] if 0 <= place < 8 else 9.0 + abs(place)
 
-    found = search_rate(loss, 1e-3, 400, BUDGET * 400)
-    assert 4e-3 < found.lr < 6e-3
+    result = search_rate(loss, 1e-3, 400, BUDGET * 400)
+    assert 4e-3 < result.lr < 6e-3
 
 
 def test_a_budget_is_kept_and_what_was_seen_is_used() -> None:
-    found = search_rate(valley(1e-3), 1e-3, STEPS, 3 * STEPS)
-    assert not found.finished
-    assert found.steps <= 3 * STEPS
-    assert 5e-4 <= found.lr <= 4e-3
+    result = search_rate(valley(1e-3), 1e-3, STEPS, 3 * STEPS)
+    assert not result.finished
+    assert result.steps <= 3 * STEPS
+    assert 5e-4 <= result.lr <= 4e-3
     with pytest.raises(ValueError, match="no training had a finite loss"):
         search_rate(valley(1e-3, diverges=0.0), 1e-3, STEPS, 3 * STEPS)
 
@@ -94,50 +94,50 @@ def test_a_training_of_full_length_is_the_run_itself(
 ) -> None:
     run = trainer("optimizer.lr=0.004", "eval.eval_iters=5", "optimizer.name=muon")
     run.train()
-    alone = prepared(
+    preparation = prepared(
         "eval.eval_iters=5", "optimizer.name=muon", "optimizer.lr=0.002", "optimizer.muon_lr=0.01"
     )
     world = World(0, 0, 1, torch.device("cpu"), "none")
-    short = shorten_config(alone.config, 0.004, 8, 8, 100)
-    assert final_loss(alone, short, world, 8) == run.state.evaluated_metrics["loss"]
+    short = shorten_config(preparation.config, 0.004, 8, 8, 100)
+    assert final_loss(preparation, short, world, 8) == run.state.evaluated_metrics["loss"]
 
 
-@pytest.mark.parametrize(("true", "bound"), [(1, 64), (11, 64), (37, 10**6), (64, 64), (50, 50)])
-def test_the_largest_micro_batch_is_found_by_trial(true: int, bound: int) -> None:
-    tried: list[int] = []
+@pytest.mark.parametrize(("true", "limit"), [(1, 64), (11, 64), (37, 10**6), (64, 64), (50, 50)])
+def test_the_largest_micro_batch_is_found_by_trial(true: int, limit: int) -> None:
+    sizes: list[int] = []
 
     def fits(size: int) -> bool:
-        tried.append(size)
+        sizes.append(size)
         return size <= true
 
-    largest = batch_size.largest_by_trial(fits, bound)
-    assert largest <= min(true, bound) <= largest * 1.13
-    assert max(tried) <= 2 * true
-    assert batch_size.largest_by_trial(lambda _: False, bound) == 0
+    largest = batch_size.largest_by_trial(fits, limit)
+    assert largest <= min(true, limit) <= largest * 1.13
+    assert max(sizes) <= 2 * true
+    assert batch_size.largest_by_trial(lambda _: False, limit) == 0
 
 
 def test_memory_is_never_used_up_to_find_out_how_much_there_is() -> None:
     """1,000 bytes, and 100 more for each sample; 10,000 in all."""
-    tried: dict[int, BatchTried] = {}
+    trials: dict[int, BatchTried] = {}
 
     def fits(size: int) -> bool:
-        tried[size] = BatchTried(size, per_s=size, memory_bytes=1000 + 100 * size)
-        return tried[size].memory_bytes <= 10_000
+        trials[size] = BatchTried(size, per_s=size, memory_bytes=1000 + 100 * size)
+        return trials[size].memory_bytes <= 10_000
 
-    assert batch_size.largest_by_forecast(fits, tried, 10**6, 10_000) == 90
-    assert max(tried) == 64
-    tried.clear()
-    assert batch_size.largest_by_forecast(fits, tried, 24, 10_000) == 24
+    assert batch_size.largest_by_forecast(fits, trials, 10**6, 10_000) == 90
+    assert max(trials) == 64
+    trials.clear()
+    assert batch_size.largest_by_forecast(fits, trials, 24, 10_000) == 24
     assert batch_size.largest_by_forecast(lambda _: False, {}, 100, 10_000) == 0
 
 
 def test_the_search_ends_where_larger_micro_batches_are_not_faster() -> None:
-    tried: dict[int, BatchTried] = {}
+    trials: dict[int, BatchTried] = {}
 
     def fits(size: int) -> bool:
-        tried[size] = BatchTried(size, per_s=min(size, 8), memory_bytes=1000 + 100 * size)
+        trials[size] = BatchTried(size, per_s=min(size, 8), memory_bytes=1000 + 100 * size)
         return True
 
-    assert batch_size.largest_by_forecast(fits, tried, 10**6, 10**8) == 999_990
-    assert max(tried) == 32
-    assert batch_size.fastest_of(list(tried.values())) == 8
+    assert batch_size.largest_by_forecast(fits, trials, 10**6, 10**8) == 999_990
+    assert max(trials) == 32
+    assert batch_size.fastest_of(list(trials.values())) == 8

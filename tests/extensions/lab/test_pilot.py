@@ -27,14 +27,14 @@ TWICE = "{name: stack_layers, value: 2, repeat: 2, min_steps: 100, when: {at_fra
 def measure(place: Path, monkeypatch: pytest.MonkeyPatch) -> Measure:
     """Runs a pilot of a schedule, and returns the settings of its runs by arm, and their folders."""
     monkeypatch.chdir(place)
-    trained: list[Path] = []
+    folders: list[Path] = []
 
     def train(_: MeasuredConfig, path: str, overrides: Sequence[str], kind: str) -> Path:
         assert (path, kind) == ("tiny.yaml", "pilot")
         settings = dict(text.split("=", 1) for text in overrides)
         values = {key: parse(text, key, ())[0].data for key, text in settings.items()}
         folder = Path(values["record.run_dir"])
-        trained.append(folder)
+        folders.append(folder)
         (arm,) = {"final", "grown", "small"} & {*folder.name.split("-")}
         runs[arm] = {**values, "folder": folder.name}
         return folder
@@ -45,13 +45,15 @@ def measure(place: Path, monkeypatch: pytest.MonkeyPatch) -> Measure:
     monkeypatch.setattr(short_runs, "losses_of", lambda _: ())
     runs: dict[str, dict[str, Any]] = {}
 
-    def measured(schedule: str, *settings: str, steps: int | None = 40, **options: Any) -> Any:
+    def measure_schedule(
+        schedule: str, *settings: str, steps: int | None = 40, **options: Any
+    ) -> Any:
         runs.clear()
         overrides = ("train.until=[400it]", f"schedule=[{schedule}]", *settings)
         run_pilot(ShortRunRequest("tiny.yaml", overrides, steps=steps, **options))
         return dict(runs)
 
-    return measured
+    return measure_schedule
 
 
 @pytest.mark.parametrize(("device", "parallel"), [("cpu", 1), ("cuda", 2)])
@@ -71,9 +73,9 @@ def operations(run: dict[str, Any]) -> list[tuple[str, int]]:
 
 def test_a_repeated_operation_is_carried_out_as_often(measure: Measure) -> None:
     runs = measure(f"{TWICE}, {{name: change_lr, value: 0.9, when: {{at_fraction: 0.9}}}}")
-    grown = [("stack_layers", 10), ("stack_layers", 20), ("change_lr", 36)]
-    assert operations(runs["grown"]) == grown
-    assert operations(runs["final"]) == grown[2:]
+    growth_steps = [("stack_layers", 10), ("stack_layers", 20), ("change_lr", 36)]
+    assert operations(runs["grown"]) == growth_steps
+    assert operations(runs["final"]) == growth_steps[2:]
     assert runs["final"]["model.n_layer"] == 4 * 2
 
 
@@ -89,8 +91,8 @@ def test_an_operation_at_the_beginning_stays_there_and_one_after_the_end_is_none
 
 
 def test_what_was_skipped_in_the_run_is_skipped_in_its_pilot(measure: Measure) -> None:
-    skipped = ", max_params: 1, on_failure: skip"
-    runs = measure(f"{COPY % ''}, {COPY % skipped}")
+    skip_options = ", max_params: 1, on_failure: skip"
+    runs = measure(f"{COPY % ''}, {COPY % skip_options}")
     assert operations(runs["grown"]) == [("stack_layers", 20)]
 
 
@@ -108,25 +110,25 @@ def test_runs_of_other_settings_are_not_taken_for_its_own(measure: Measure, plac
     first = folders()
     assert folders() == first
     rate = "{name: change_lr, value: 0.5, when: {at_step: 9}}"
-    for others in (
+    for other_folders in (
         folders(COPY % "", "optimizer.lr=0.1"),
         folders(f"{rate}, {COPY % ''}"),
         folders(COPY % "", "train.until=[300it]"),
         folders(steps=80),
     ):
-        assert not others & first
+        assert not other_folders & first
 
 
 def test_another_pilot_is_not_gone_on_with(measure: Measure, place: Path) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     measure(COPY % "", seeds=(1, 2))
     assert measure(COPY % "", steps=None) == measure(COPY % "", seeds=(2, 1)) == {}
     for options in ({"steps": 60}, {"seeds": (1,)}):
         with pytest.raises(ConfigError, match="was begun with --steps 40 --seed 1 --seed 2"):
             measure(COPY % "", **options)
     # whole, it predicts other schedules too
-    measure(COPY.replace("0.5", "0.6") % "", say=said.append)
-    assert "is complete, with other settings of schedule: nothing is trained" in said[-1]
+    measure(COPY.replace("0.5", "0.6") % "", say=messages.append)
+    assert "is complete, with other settings of schedule: nothing is trained" in messages[-1]
     file = place / "tiny.pilot.json"
     write_json(file, structs.replace(read_pilot(file), runs=()))
     for schedule, end, key in ((TWICE, 400, "schedule"), (COPY % "", 300, "train.until")):

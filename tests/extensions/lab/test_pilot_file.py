@@ -41,9 +41,9 @@ def test_what_is_written_is_read_again(file: Path) -> None:
 def test_what_is_wrong_in_it_is_named(file: Path, key: str, value: Any, message: str) -> None:
     values = json.loads(file.read_text())
     file.write_text(json.dumps(values | {key: value}))
-    with pytest.raises(ConfigError, match=message) as raised:
+    with pytest.raises(ConfigError, match=message) as error:
         read_pilot(file)
-    assert str(file) in str(raised.value)
+    assert str(file) in str(error.value)
 
 
 def test_what_is_no_pilot_is_refused(file: Path) -> None:

@@ -34,10 +34,10 @@ def test_what_stages_are_worth_and_cost_are_inverses() -> None:
 
 def test_what_a_pilot_measured_is_predicted_exactly() -> None:
     pilot = a_pilot(lambda _: 0.2)
-    (grown,) = PilotFindings(pilot).grown_cases
-    assert grown.exponent == pytest.approx(0.2)
-    assert grown.token_worth == pytest.approx(0.3**0.2)
-    assert grown.missing == pytest.approx(loss_after(80 + 120 * 0.3**0.2) - loss_after(200))
+    (growth_case,) = PilotFindings(pilot).grown_cases
+    assert growth_case.exponent == pytest.approx(0.2)
+    assert growth_case.token_worth == pytest.approx(0.3**0.2)
+    assert growth_case.missing == pytest.approx(loss_after(80 + 120 * 0.3**0.2) - loss_after(200))
     saving = predict_saving(pilot, stage_budgets(200, 120))
     assert saving.share == pytest.approx(share_saved(0.2, 200, 120), abs=0.005)
     assert saving.low < saving.share < saving.high
@@ -90,8 +90,8 @@ def test_it_says_where_it_extrapolates() -> None:
     assert "grows after 120k tokens, 10 times as many" in later
     (more,) = predict_saving(pilot, stage_budgets(140, 118)).extrapolates
     assert "84 % of the tokens come before the final size, in the pilot 60 %" in more
-    (ahead,) = predict_saving(a_pilot(lambda _: -0.3), stage_budgets(200, 118)).extrapolates
-    assert "worth 1.44 of the final size" in ahead
+    (warning,) = predict_saving(a_pilot(lambda _: -0.3), stage_budgets(200, 118)).extrapolates
+    assert "worth 1.44 of the final size" in warning
     other = (Spent(500.0, 1e4), Spent(FINAL, 1e4))
     assert "another size" in predict_saving(pilot, other).extrapolates[-1]
 
@@ -99,9 +99,9 @@ def test_it_says_where_it_extrapolates() -> None:
 def test_a_range_of_moments_gives_the_interval_of_all() -> None:
     pilot = a_pilot(lambda _: 0.2)
     early, late = (predict_saving(pilot, stage_budgets(200, at)) for at in (110, 120))
-    both = predict_saving(pilot, stage_budgets(200, 110), stage_budgets(200, 120))
-    assert (both.low, both.high) == (early.low, late.high)
-    assert both.share == pytest.approx((early.share + late.share) / 2)
+    interval = predict_saving(pilot, stage_budgets(200, 110), stage_budgets(200, 120))
+    assert (interval.low, interval.high) == (early.low, late.high)
+    assert interval.share == pytest.approx((early.share + late.share) / 2)
 
 
 def test_nothing_is_predicted_of_half_a_pilot_or_without_growth() -> None:

@@ -33,20 +33,20 @@ def test_empty_braces_choose_the_defaults(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("record:\n  trackers: {tensorboard: {}, wandb: {project: grow}, mlflow: {}}\n")
     trackers = load_config(str(path), ["record.trackers.trackio={}"]).config.record.trackers
-    assert [each.name for each in configured_trackers(trackers)] == list(TRACKERS)
+    assert [tracker.name for tracker in configured_trackers(trackers)] == list(TRACKERS)
     assert trackers.wandb is not None
     assert (trackers.wandb.project, trackers.wandb.mode) == ("grow", "offline")
 
 
 def test_trackers_are_written_into_a_config_and_read_back_equal(tmp_path: Path) -> None:
-    loaded = load_config(None, ["record.trackers={wandb: {tags: [a, b]}, tensorboard: {}}"])
+    loaded_config = load_config(None, ["record.trackers={wandb: {tags: [a, b]}, tensorboard: {}}"])
     path = tmp_path / "run.yaml"
-    path.write_text(loaded.to_yaml())
-    assert load_config(str(path)).config == loaded.config
+    path.write_text(loaded_config.to_yaml())
+    assert load_config(str(path)).config == loaded_config.config
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("trackers: {wandbb: {}}", "did you mean 'wandb'?"),
         ("trackers: {wandb: true}", "record.trackers.wandb must be a section of keys or null"),
@@ -60,12 +60,12 @@ def test_trackers_are_written_into_a_config_and_read_back_equal(tmp_path: Path) 
         ("alerts: {nan_skips: 0}", "a whole number greater than 0 or null"),
     ],
 )
-def test_mistakes_are_told_with_what_was_meant(tmp_path: Path, text: str, said: str) -> None:
+def test_mistakes_are_told_with_what_was_meant(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "a.yaml"
     path.write_text(f"record:\n  {text}\n")
     with pytest.raises(ConfigError) as caught:
         load_config(str(path))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert f"{path}:2:" in str(caught.value)
 
 
@@ -92,16 +92,16 @@ def test_a_database_without_its_library_is_told(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("alerts", "said"),
+    ("alerts", "message"),
     [
         ({"command": "no-such-program --now"}, "there is no program 'no-such-program' here"),
         ({"command": ["no-such-program"]}, "there is no program"),
         ({"command": "echo 'a"}, "no closing quotation"),
     ],
 )
-def test_nobody_to_be_told_is_a_mistake(alerts: dict[str, Any], said: str) -> None:
+def test_nobody_to_be_told_is_a_mistake(alerts: dict[str, Any], message: str) -> None:
     (clash,) = missing_libraries(record(alerts=alerts))
-    assert said in clash.message
+    assert message in clash.message
     assert clash.keys[0].startswith("record.alerts.")
 
 
@@ -121,8 +121,10 @@ def test_no_tool_is_imported_before_it_starts() -> None:
         "configured_trackers(config.trackers), missing_libraries(config);"
         "print(json.dumps([name for name in [*TRACKERS, 'torch', 'numpy'] if name in sys.modules]))"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert json.loads(done.stdout) == []
+    result = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    )
+    assert json.loads(result.stdout) == []
 
 
 def test_mlflow_s_store_is_a_folder_beside_the_run_unless_told(

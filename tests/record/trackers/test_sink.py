@@ -52,7 +52,7 @@ class Faithful:
 
     def __init__(self, name: str = "faithful") -> None:
         self.name = name
-        self.taken: list[Event] = []
+        self.events: list[Event] = []
         self.outcome: Outcome | None = None
         self.run: TrackedRun | None = None
 
@@ -60,7 +60,7 @@ class Faithful:
         self.run = run
 
     def take(self, event: Event) -> None:
-        self.taken.append(event)
+        self.events.append(event)
 
     def flush(self) -> None: ...
 
@@ -154,16 +154,16 @@ def test_every_event_is_recorded_and_reaches_every_tracker_in_order(
     train(sink, 500)
     sink.sync()
     sink.close()
-    recorded = list(read_events(tmp_path / "e"))
-    assert steps_of(recorded) == list(range(1, 501))
+    events = list(read_events(tmp_path / "e"))
+    assert steps_of(events) == list(range(1, 501))
     for tracker in trackers:
-        assert [type(event) for event in tracker.taken] == [type(event) for event in recorded]
-        assert steps_of(tracker.taken) == list(range(1, 501))
+        assert [type(event) for event in tracker.events] == [type(event) for event in events]
+        assert steps_of(tracker.events) == list(range(1, 501))
         assert tracker.outcome == "finished"
         assert tracker.run is run
         assert all(
-            abs(taken.time - there.time) < 1.0
-            for taken, there in zip(tracker.taken, recorded, strict=True)
+            abs(copy.time - original.time) < 1.0
+            for copy, original in zip(tracker.events, events, strict=True)
         )
 
 
@@ -174,34 +174,34 @@ def test_every_event_is_recorded_and_reaches_every_tracker_in_order(
 def test_a_tracker_that_fails_is_told_once_and_harms_nobody(
     run: TrackedRun, tmp_path: Path, at: str, error: BaseException
 ) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     broken, other = Broken(at, error), Faithful()
-    sink = TrackerSink(Recorder(tmp_path / "e"), [broken, other], run, said.append)
+    sink = TrackerSink(Recorder(tmp_path / "e"), [broken, other], run, messages.append)
     train(sink, 50)
     sink.close()
-    recorded = list(read_events(tmp_path / "e"))
-    assert steps_of(recorded) == steps_of(other.taken) == list(range(1, 51))
-    (message,) = said
-    assert [event.message for event in recorded if isinstance(event, Warn)] == [message]
+    events = list(read_events(tmp_path / "e"))
+    assert steps_of(events) == steps_of(other.events) == list(range(1, 51))
+    (message,) = messages
+    assert [event.message for event in events if isinstance(event, Warn)] == [message]
     assert message.startswith("broken failed at ")
     assert type(error).__name__ in message
     assert f"instar logs export {run.folder} --to broken" in message
     assert "\n" not in message
     if at == "take":
-        assert steps_of(broken.taken) == [step for step in range(1, 51) if step != 5]
+        assert steps_of(broken.events) == [step for step in range(1, 51) if step != 5]
 
 
 @pytest.mark.parametrize("hanging", ["start", "take", "finish"], indirect=True)
 def test_a_tracker_that_hangs_holds_up_neither_training_nor_its_end(
     run: TrackedRun, tmp_path: Path, hanging: Hanging
 ) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     other = Faithful()
     sink = TrackerSink(
         Recorder(tmp_path / "e"),
         [hanging, other],
         run,
-        said.append,
+        messages.append,
         queue_events=20,
         close_wait_s=0.2,
         end_wait_s=0.4,
@@ -211,8 +211,8 @@ def test_a_tracker_that_hangs_holds_up_neither_training_nor_its_end(
     sink.close()
     assert time.monotonic() - began < 0.4 + 2.0
     assert steps_of(list(read_events(tmp_path / "e"))) == list(range(1, 16))
-    assert steps_of(other.taken) == list(range(1, 16))
-    waiting, message = said
+    assert steps_of(other.events) == list(range(1, 16))
+    waiting, message = messages
     assert waiting.endswith("of 18 events; waiting for at most 0 s")
     assert message.startswith("hanging was too slow for this run: it lacks ")
     assert "has not ended yet" in message
@@ -234,7 +234,7 @@ def test_a_tracker_that_starts_after_a_short_run_has_ended_loses_nothing(
     train(sink, 41)
     sink.close()
     assert hanging.go.is_set()
-    assert steps_of(hanging.taken) == list(range(1, 42))
+    assert steps_of(hanging.events) == list(range(1, 42))
     assert hanging.outcome == "finished"
 
 
@@ -242,30 +242,35 @@ def test_a_tracker_that_starts_after_a_short_run_has_ended_loses_nothing(
 def test_a_run_that_is_to_stop_waits_no_longer_for_a_tracker(
     run: TrackedRun, tmp_path: Path, hanging: Hanging
 ) -> None:
-    said: list[str] = []
-    sink = TrackerSink(Recorder(tmp_path / "e"), [hanging], run, said.append, close_wait_s=0.1)
+    messages: list[str] = []
+    sink = TrackerSink(Recorder(tmp_path / "e"), [hanging], run, messages.append, close_wait_s=0.1)
     sink.write(START)
     sink.write(Stop(step=1, reason="SIGTERM", resumable=True))
     began = time.monotonic()
     sink.close()
     assert time.monotonic() - began < 5.0
-    assert len(said) == 1
+    assert len(messages) == 1
 
 
 @pytest.mark.parametrize("hanging", ["take"], indirect=True)
 def test_a_full_queue_leaves_out_and_counts(
     run: TrackedRun, tmp_path: Path, hanging: Hanging
 ) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     sink = TrackerSink(
-        Recorder(tmp_path / "e"), [hanging], run, said.append, queue_events=10, close_wait_s=WAIT_S
+        Recorder(tmp_path / "e"),
+        [hanging],
+        run,
+        messages.append,
+        queue_events=10,
+        close_wait_s=WAIT_S,
     )
     train(sink, 100)
     threading.Timer(0.1, hanging.go.set).start()
     sink.close()
-    lacking = 103 - len(hanging.taken)
-    assert 10 <= len(hanging.taken) <= 12
-    assert said == [
+    lacking = 103 - len(hanging.events)
+    assert 10 <= len(hanging.events) <= 12
+    assert messages == [
         f"hanging was too slow for this run: it lacks {lacking} of 103 events; afterwards: "
         f"instar logs export {run.folder} --to hanging"
     ]
@@ -284,7 +289,7 @@ def test_what_cannot_be_recorded_is_not_mirrored(run: TrackedRun) -> None:
     with pytest.raises(RecordError):
         sink.write(START)
     sink.close()
-    assert tracker.taken == []
+    assert tracker.events == []
 
 
 def test_a_run_of_which_nothing_was_written_is_no_tracker_s(
@@ -304,17 +309,17 @@ def test_a_write_costs_little_more_with_four_trackers(run: TrackedRun) -> None:
     sink = TrackerSink(Nowhere(), [Faithful(str(n)) for n in range(4)], run, pytest.fail)
     event = Train(step=1, loss=1.0, lr=1e-3, tokens_per_s=1e5)
     sink.write(START)
-    taken = []
+    durations = []
     for _ in range(2000):
         began = time.perf_counter()
         sink.write(event)
-        taken.append(time.perf_counter() - began)
+        durations.append(time.perf_counter() - began)
     sink.close()
-    assert statistics.median(taken) < 80e-6  # 4 × 20 µs
+    assert statistics.median(durations) < 80e-6  # 4 × 20 µs
 
 
 @given(st.lists(st.sampled_from(["start", "stop", "interrupt", "finish", "skip"]), max_size=8))
-def test_a_run_has_ended_well_only_if_it_said_so_since_it_last_started(said: list[str]) -> None:
+def test_a_run_has_ended_well_only_if_it_said_so_since_it_last_started(names: list[str]) -> None:
     events: dict[str, Event] = {
         "start": START,
         "stop": Stop(step=1, reason="2000it"),
@@ -322,12 +327,12 @@ def test_a_run_has_ended_well_only_if_it_said_so_since_it_last_started(said: lis
         "finish": RunFinished(step=1),
         "skip": Skip(step=1),
     }
-    ended: Outcome = "finished"
-    for each in said:
-        ended = outcome(ended, events[each])
-    last = said[len(said) - said[::-1].index("start") :] if "start" in said else said
-    expected = "finished" if "start" not in said or {"stop", "finish"} & set(last) else "crashed"
-    assert ended == ("stopped" if "interrupt" in last else expected)
+    actual: Outcome = "finished"
+    for name in names:
+        actual = outcome(actual, events[name])
+    last = names[len(names) - names[::-1].index("start") :] if "start" in names else names
+    expected = "finished" if "start" not in names or {"stop", "finish"} & set(last) else "crashed"
+    assert actual == ("stopped" if "interrupt" in last else expected)
 
 
 def test_ids_are_kept_in_the_run_s_folder_for_the_place_they_are_of(tmp_path: Path) -> None:
@@ -344,9 +349,9 @@ def test_ids_are_kept_in_the_run_s_folder_for_the_place_they_are_of(tmp_path: Pa
 
 
 def test_a_note_says_who_asked_for_what() -> None:
-    asked = Asked(step=7, id="3f", by="ann", outcome="refused", operation="freeze", reason="none")
+    request = Asked(step=7, id="3f", by="ann", outcome="refused", operation="freeze", reason="none")
     text = "7 ann asked for freeze: refused: none (3f)"
-    assert event_note(asked) == Note("asked", 7, "freeze", text)
+    assert event_note(request) == Note("asked", 7, "freeze", text)
 
 
 def test_a_config_is_flat_and_says_nothing_of_folders_and_addresses() -> None:
@@ -365,7 +370,7 @@ def test_a_config_is_flat_and_says_nothing_of_folders_and_addresses() -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "message",
     [
         "no answer from https://me:SECRET@host.org/a/PATH?key=QUERY",
         "nonnumeric port: 'SECRET@host.org'",
@@ -376,17 +381,17 @@ def test_a_config_is_flat_and_says_nothing_of_folders_and_addresses() -> None:
     ],
 )
 def test_what_a_tracker_says_is_recorded_without_secrets(
-    tmp_path: Path, said: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "ENVSECRET")
-    warned: list[str] = []
+    warnings: list[str] = []
     run = RunDir(tmp_path)
     with closing(Recorder(run.events)) as recorder:
-        tracker = Broken("start", RuntimeError(said))
-        sink = TrackerSink(recorder, [tracker], TrackedRun.live(tmp_path, {}), warned.append)
+        tracker = Broken("start", RuntimeError(message))
+        sink = TrackerSink(recorder, [tracker], TrackedRun.live(tmp_path, {}), warnings.append)
         sink.write(START)
         sink.close()
-    text = run.events.read_text() + "".join(warned)
+    text = run.events.read_text() + "".join(warnings)
     assert "broken failed at starting" in text
     for secret in ("SECRET", "PATH", "QUERY"):
         assert secret not in text

@@ -20,28 +20,28 @@ def folder(tmp_path: Path) -> Path:
     return run
 
 
-def curve(found: dict[str, Any]) -> dict[int, float]:
-    return dict(found["points"])
+def curve(content: dict[str, Any]) -> dict[int, float]:
+    return dict(content["points"])
 
 
 @pytest.mark.repeated
 @parametrize_first("tool", TOOLS, first=2)
 def test_a_whole_run_is_read_back(folder: Path, tool: str) -> None:
     write_run(tool, folder, 0, STEPS)
-    found = read_back(tool, folder)
-    assert [step for step, _ in found["points"]] == list(range(1, STEPS + 1))
-    values = curve(found)
+    content = read_back(tool, folder)
+    assert [step for step, _ in content["points"]] == list(range(1, STEPS + 1))
+    values = curve(content)
     assert math.isnan(values.pop(NAN_STEP))
     assert values.pop(INFINITE_STEP) == math.inf
     assert values == pytest.approx({step: loss(step) for step in values}, rel=1e-6)
-    assert found["tokens"][-1] == [STEPS, 64 * STEPS]
-    told = json.dumps(found["config"])
-    assert "model.n_layer" in told
-    assert "9it" in told
-    assert "secret" not in told
-    assert "64→128" in found["notes"]["operation"][0][1]
-    assert "it rises" in found["notes"]["alert"][0][1]
-    assert "best_loss" in json.dumps(found["final"])
+    assert content["tokens"][-1] == [STEPS, 64 * STEPS]
+    config = json.dumps(content["config"])
+    assert "model.n_layer" in config
+    assert "9it" in config
+    assert "secret" not in config
+    assert "64→128" in content["notes"]["operation"][0][1]
+    assert "it rises" in content["notes"]["alert"][0][1]
+    assert "best_loss" in json.dumps(content["final"])
 
 
 @parametrize_first("tool", TOOLS, first=1)
@@ -68,10 +68,10 @@ def test_what_a_killed_run_had_written_is_there_and_it_goes_on_as_the_same_run(
 def test_runs_that_start_together_share_a_new_folder_of_mlflow(tmp_path: Path) -> None:
     """As the runs of a fleet do; MLflow itself creates its folder and experiments unlocked."""
     folders = [tmp_path / f"demo-{number}" for number in range(4)]
-    for each in folders:
-        each.mkdir()
-    writers = [process("write", "mlflow", each, 0, 5) for each in folders]
-    assert [each.communicate(timeout=120) for each in writers] == [("", "")] * len(writers)
+    for folder in folders:
+        folder.mkdir()
+    writers = [process("write", "mlflow", folder, 0, 5) for folder in folders]
+    assert [writer.communicate(timeout=120) for writer in writers] == [("", "")] * len(writers)
     assert read_back("mlflow", folders[0], "count") == len(folders)
 
 
@@ -84,19 +84,19 @@ MEDIA = {
 @parametrize_first("tool", ["tensorboard", "wandb", "mlflow"], first=1)
 def test_images_and_tables_are_read_back(folder: Path, tool: str) -> None:
     write_run(tool, folder, command="write-media")
-    found = read_back(tool, folder, "read-media")
+    content = read_back(tool, folder, "read-media")
     if tool == "mlflow":
         (image,) = (folder / "media").iterdir()
-        assert found == [f"val/a/__/{image.name}", "val/worst/000000007.json"]
+        assert content == [f"val/a/__/{image.name}", "val/worst/000000007.json"]
     else:
-        assert found == MEDIA[tool]
+        assert content == MEDIA[tool]
 
 
 def test_wandb_neither_watches_the_machine_nor_keeps_code_or_output(folder: Path) -> None:
     write_run("wandb", folder, 0, 20)
     assert not {"stats", "output", "output_raw", "files"} & set(read_back("wandb", folder)["kinds"])
-    kept = [path for path in folder.glob("wandb/offline-run-*/files/**/*") if path.is_file()]
-    assert kept == []
+    files = [path for path in folder.glob("wandb/offline-run-*/files/**/*") if path.is_file()]
+    assert files == []
 
 
 def test_trackers_import_neither_torch_nor_tensorflow(folder: Path) -> None:
