@@ -203,7 +203,7 @@ jobs:
     output, _ = launcher.communicate(timeout=60)
     assert launcher.returncode == 75, output
     assert time.monotonic() - began < (grace if signals == 1 else 0) + 2 + 1
-    assert not place.marked()
+    assert not place.living_pids()
     assert {instance["phase"] for instance in place.status("stops")["instances"].values()} == {
         "stopped"
     }

@@ -107,7 +107,7 @@ jobs:
     code, output = place.run("resume", "nodes")
     assert code == 0, output
     assert occurrences("of 2 on") == [3, 3]
-    assert not place.marked()
+    assert not place.living_pids()
 
 
 @pytest.mark.timeout(420)  # Ray starts some ten processes per node, slowly on a busy machine
