@@ -16,9 +16,11 @@ import pytest
 from forks import Forks
 
 from instar.checkpoint.manifest import encode_manifest, read_manifest
+from instar.cli.main import main
 from instar.config.errors import ConfigError
 from instar.config.fields import values
 from instar.config.load import load_config
+from instar.record import rundir
 from instar.record.rundir import RunDir
 from instar.run.load_config import load_run_config
 from instar.run.resume import Resume
@@ -52,6 +54,26 @@ def test_it_goes_on_from_the_step_that_is_named(typed: Typed, run: Path) -> None
     assert [event["resumed_from"] for event in events(run, "run_started")[1:]] == ["step-4"]
     assert events(run, "checkpoint")[-1]["step"] == 8
     assert weights(run) == before
+
+
+def test_it_goes_on_with_what_is_saved_until_the_folder_is_free(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a process that still trains there when a resume is asked for, as after a signal to stop."""
+    checkpoints, unfinished = run / "checkpoints", run / "unfinished"
+    (checkpoints / "step-8").rename(unfinished)
+    (checkpoints / "latest").write_text("step-6\n")
+    take_lock = rundir.open_lock
+
+    def take_lock_after_save(path: Path) -> int:
+        if unfinished.exists():
+            unfinished.rename(checkpoints / "step-8")
+            (checkpoints / "latest").write_text("step-8\n")
+        return take_lock(path)
+
+    monkeypatch.setattr(rundir, "open_lock", take_lock_after_save)
+    assert main(["resume", str(run), "--until", "10it"]) == 0
+    assert events(run, "run_started")[-1]["resumed_from"] == "step-8"
 
 
 def test_it_walks_back_past_a_broken_one_and_says_so(typed: Typed, run: Path) -> None:

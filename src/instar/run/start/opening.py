@@ -107,10 +107,11 @@ def _open_folder(plan: RunPlan, rank: RankContext) -> RunDir:
     """Create the folder of a new run, lock it for rank 0, and write all ranks' logs there. A collective."""
     resume, world = plan.run.resume, rank.world
     run_dir = resume.run if resume else _agree_on_run_dir(plan, rank)
-    # one lock for all ranks, held by rank 0 until the record is closed: two runs would mix their events
     with raise_on_all_ranks(world, "taking the run's folder"):
         if world.is_main:
-            rank.record.enter_context(hold(run_dir, rank.console.warn))
+            # one lock for all ranks, held by rank 0 until the record is closed: two runs would mix their events
+            if resume is None:
+                rank.record.enter_context(hold(run_dir, rank.console.warn))
             note_start(run_dir)
             Inbox(run_dir.control).clear()
             for folder in (run_dir.path, run_dir.checkpoints):

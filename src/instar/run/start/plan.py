@@ -21,7 +21,7 @@ from instar.distributed.signals import StopSignal
 from instar.distributed.world import World, recall
 from instar.record.console import Console
 from instar.record.device import gpu_bytes
-from instar.record.rundir import RunDir
+from instar.record.rundir import RunDir, hold
 from instar.run.init_weights import Weights, starting_weights
 from instar.run.parallel.micro_batch_sizes import sizes_to_come
 from instar.run.resume import (
@@ -120,6 +120,7 @@ def resolve_run(request: RunRequest, rank: RankContext) -> ResolvedRun:
     Raises:
         CheckpointError: there is no intact checkpoint to resume from, or it is of another run.
         ConfigError: the run cannot be resumed with this config.
+        RunDirBusy: another process is training in the run's folder, which is held from here on.
         RunFailed: the ranks' configs differ.
     """
     loaded_config, world = request.loaded_config, rank.world
@@ -129,6 +130,10 @@ def resolve_run(request: RunRequest, rank: RankContext) -> ResolvedRun:
     check_folder_is_shared(resume.run if resume else None, loaded_config.config.record, world)
     if resume is None:
         return ResolvedRun(request, loaded_config)
+    # before the choice: whoever trains there may still save a later checkpoint, and settle what it has
+    with raise_on_all_ranks(world, "taking the run's folder"):
+        if world.is_main:
+            rank.record.enter_context(hold(resume.run, rank.console.warn))
     checkpoint, warnings = _agree_on_checkpoint(resume, world)
     if checkpoint is None:
         rank.console.say(f"{resume.run.path}: nothing was saved yet; the run starts again")
