@@ -47,15 +47,15 @@ def test_compute_at_a_loss_is_found_again(curves: ModuleType) -> None:
         budgets = (1e13, 2e13, 4e13)
         return [curves.Point(c, 5.0 - 0.1 * math.log(efficiency * c)) for c in budgets]
 
-    assert curves.needed(points(1.0), points(1.0)) == pytest.approx(1.0)
-    assert curves.needed(points(1.25), points(1.0)) == pytest.approx(0.8)
-    assert curves.needed(points(0.5), points(1.0)) == pytest.approx(2.0)
+    assert curves.needed_compute(points(1.0), points(1.0)) == pytest.approx(1.0)
+    assert curves.needed_compute(points(1.25), points(1.0)) == pytest.approx(0.8)
+    assert curves.needed_compute(points(0.5), points(1.0)) == pytest.approx(2.0)
 
 
 def test_an_arm_that_does_not_learn_is_out_of_reach(curves: ModuleType) -> None:
     falling = [curves.Point(1e13, 3.0), curves.Point(2e13, 2.9)]
     flat = [curves.Point(1e13, 3.0), curves.Point(2e13, 3.0)]
-    assert curves.needed(flat, falling) == curves.MOST
+    assert curves.needed_compute(flat, falling) == curves.MOST
 
 
 def test_the_interval_covers_the_mean_as_often_as_it_says(curves: ModuleType) -> None:
@@ -102,7 +102,7 @@ def test_runs_of_one_beginning_are_branches_of_the_last_to_leave_it(study: Modul
 def test_many_runs_of_one_beginning_are_shared_out(study: ModuleType) -> None:
     arm = study.Arm(tiny(study), 0.01, 0.5)
     runs = [study.Run(arm, 1, steps) for steps in (40, 50, 60)]
-    made = study.segments(runs, most=2)
+    made = study.segments(runs, max_runs=2)
     assert [segment.until for segment in made] == [50, 60]
     assert set().union(*(segment.names for segment in made)) == {run.name for run in runs}
 
@@ -173,7 +173,7 @@ def test_a_descent_finds_the_lowest_loss_of_a_bowl_and_stops_there(search: Modul
         pairs = [zip(choice, lowest, strict=True) for choice in choices]
         return [float(sum((value - best) ** 2 for value, best in pair)) for pair in pairs]
 
-    losses = search.descend(dials, (0, 4, 0), losses_of, most=100)
+    losses = search.descend(dials, (0, 4, 0), losses_of, max_trials=100)
     assert min(losses, key=losses.__getitem__) == lowest
     assert list(losses) == asked
     assert len(asked) == len(set(asked)) < 50
@@ -181,10 +181,10 @@ def test_a_descent_finds_the_lowest_loss_of_a_bowl_and_stops_there(search: Modul
 
 def test_a_descent_tries_no_more_than_it_may(search: ModuleType) -> None:
     dials = (range(9), range(9))
-    losses = search.descend(dials, (0, 0), lambda choices: [-sum(c) for c in choices], most=6)
+    losses = search.descend(dials, (0, 0), lambda choices: [-sum(c) for c in choices], max_trials=6)
     assert len(losses) == 6
     with pytest.raises(ValueError, match="9 is none of 0, 1"):
-        search.descend(dials, (9, 0), lambda choices: [-sum(c) for c in choices], most=6)
+        search.descend(dials, (9, 0), lambda choices: [-sum(c) for c in choices], max_trials=6)
 
 
 def tiny(study: ModuleType) -> Any:
