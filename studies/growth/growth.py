@@ -106,7 +106,9 @@ def main() -> None:
     with place_of(arguments) as work:
         base = prepare_data(work, columns[0].shape.vocabulary, run_options.quick)
         check_data(columns, work)
-        workshop = Workshop(work, base, arguments.workers, kept_of(run_options.results, work))
+        workshop = Workshop(
+            work, base, arguments.workers, results_file_of(run_options.results, work)
+        )
         if arguments.seconds is not None:
             publish("growth_seconds", seconds(columns[0], workshop, arguments.seconds), run_options)
             return
@@ -257,7 +259,7 @@ def check_data(columns: Sequence[Column], work: Path) -> None:
                 sys.exit(f"{column.name}: {tokens:,} tokens of text are fewer than {arm} trains on")
 
 
-def kept_of(folder: Path | None, work: Path) -> Path | None:
+def results_file_of(folder: Path | None, work: Path) -> Path | None:
     """Where the results of all runs on these very data are kept."""
     if folder is None:
         return None

@@ -263,7 +263,7 @@ def consumed_after(run: Path) -> int:
     return int(first["samples"] - json.loads(progress.read_text())["progress"]["samples"])
 
 
-def gone_on(run: Path) -> Continuation | str:
+def continuation_of(run: Path) -> Continuation | str:
     """What a resume would go on with, or why it is refused."""
     place = RunDir(run)
     checkpoint = load_checkpoint(run / "checkpoints" / "step-8", check=False)
@@ -277,7 +277,7 @@ def says_so_or_is_as_it_was(run: Path, expected: Continuation, text: str) -> boo
     """Whether a resume under `text` as run.yaml is refused; else it says what is other, or nothing
     that the weights depend on is."""
     (run / "run.yaml").write_text(text)
-    actual = gone_on(run)
+    actual = continuation_of(run)
     if isinstance(actual, str):
         assert "run.yaml" in actual
         return True
@@ -290,7 +290,7 @@ def says_so_or_is_as_it_was(run: Path, expected: Continuation, text: str) -> boo
 
 @pytest.mark.repeated
 def test_a_run_yaml_that_was_cut_is_refused_after_whatever_line(run: Path) -> None:
-    continuation = gone_on(run)
+    continuation = continuation_of(run)
     assert isinstance(continuation, Continuation)
     assert not continuation.changes
     lines = (run / "run.yaml").read_text().splitlines(keepends=True)
@@ -301,7 +301,7 @@ def test_a_run_yaml_that_was_cut_is_refused_after_whatever_line(run: Path) -> No
 
 @pytest.mark.repeated
 def test_no_changed_digit_of_a_run_yaml_is_used_without_a_word(run: Path) -> None:
-    continuation = gone_on(run)
+    continuation = continuation_of(run)
     assert isinstance(continuation, Continuation)
     text = (run / "run.yaml").read_text()
     lines = text.splitlines(keepends=True)
