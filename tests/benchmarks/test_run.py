@@ -49,9 +49,8 @@ def test_the_list_of_benchmarks_names_all_scripts(runner: ModuleType) -> None:
 
 
 def test_what_would_not_end_in_time_is_left_out(runner: ModuleType) -> None:
-    outcomes = [
-        runner.Outcome(runner.Benchmark("order", 10), 20.0, "")
-    ]  # on a machine half as fast
+    # on a machine half as fast
+    outcomes = [runner.Outcome(runner.Benchmark("order", 10), 20.0, "")]
     assert runner.fits(runner.Benchmark("next", 40), outcomes, 100)
     assert not runner.fits(runner.Benchmark("next", 41), outcomes, 100)
     quick = [runner.Outcome(runner.Benchmark("order", 10), 5.0, "")]
