@@ -31,7 +31,7 @@ from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir, runs_in
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
-from browser import Watched, chromium, watched
+from browser import Watched, chromium, watch_page
 from dashboards import dashboard
 from records import make_runs
 
@@ -109,7 +109,7 @@ def painting_cases(browser: Browser, runs: Path) -> Iterator[Case]:
         for name, (hash_, count) in views.items():
             seconds = []
             for _ in range(1 if state == "cold" else 3):
-                with dashboard(runs, "--port", "0") as (address, _), watched(browser) as window:
+                with dashboard(runs, "--port", "0") as (address, _), watch_page(browser) as window:
                     window.page.set_default_timeout(300_000)
                     window.page.goto(address + hash_)
                     seconds.append(window.page.evaluate(PAINTED, count))
@@ -123,7 +123,7 @@ def live(browser: Browser, runs: Path, arguments: argparse.Namespace) -> Iterato
     run = RunDir(max(runs.iterdir(), key=lambda path: path.name))
     with (
         dashboard(runs, "--port", "0") as (address, process),
-        watched(browser) as window,
+        watch_page(browser) as window,
         Recorder(run.events) as record,
     ):
         window.page.goto(f"{address}#runs={run.path.name}")

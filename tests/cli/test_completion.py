@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cases import shortened
+from cases import parametrize_first
 from forks import Forks
 from written_runs import writing
 
@@ -50,7 +50,7 @@ def completions(words: str, place: Path, forks: Forks) -> list[str]:
     return process.stdout.split()
 
 
-@shortened(
+@parametrize_first(
     ("words", "expected"),
     [
         ("instar com", ["completion"]),

@@ -14,8 +14,8 @@ from fcntl import ioctl
 from pathlib import Path
 
 import pytest
-from browser import chromium, watched
-from cases import shortened
+from browser import chromium, watch_page
+from cases import parametrize_first
 from drawn import falling, train, write_run
 from needed import needs
 from written_runs import written_fleet
@@ -93,7 +93,7 @@ def test_the_latest_run_is_drawn_in_characters_without_codes(place: Path) -> Non
 
 
 @pytest.mark.usefixtures("runs")
-@shortened("columns", [40, 80, 200], first=1)
+@parametrize_first("columns", [40, 80, 200], first=1)
 def test_on_a_terminal_the_plot_is_coloured_and_as_wide(place: Path, columns: int) -> None:
     output = on_terminal(place, "demo", columns=columns)
 
@@ -181,7 +181,7 @@ def test_a_page_asks_for_nothing_and_shows_what_was_asked_for(place: Path, run_p
     words = ("-x", "flops", "--smooth", "0.5", "--log", "--lr", "--no-marks", "-o", "page.html")
     run_plot("demo", *words)
 
-    with chromium() as browser, watched(browser) as window:
+    with chromium() as browser, watch_page(browser) as window:
         window.page.goto((place / "page.html").as_uri())
         window.page.wait_for_selector(".chart canvas")
         assert window.page.locator(".chart canvas").count() == 2

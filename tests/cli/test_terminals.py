@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 import pytest
-from cases import marked_after, shortened
+from cases import marked_after, parametrize_first
 from forks import forks
 from terminal import HANG_UP, Shown, environment, into_pipes, on_terminal, run_on_terminal
 
@@ -277,7 +277,7 @@ def shell(
 PRINTING = ["--help", "config schema", "config show run.yaml --json", "checkpoint list tiny-kmn42"]
 
 
-@shortened("line", ["logs list", *PRINTING], first=2)
+@parametrize_first("line", ["logs list", *PRINTING], first=2)
 def test_a_full_disk_behind_stdout_is_told(place: Path, line: str) -> None:
     process = shell(place, f"instar {line} >/dev/full")
     assert (process.returncode, process.stderr) == (
@@ -286,7 +286,7 @@ def test_a_full_disk_behind_stdout_is_told(place: Path, line: str) -> None:
     )
 
 
-@shortened("line", ["logs list", *PRINTING], first=2)
+@parametrize_first("line", ["logs list", *PRINTING], first=2)
 def test_a_reader_that_has_gone_ends_it_quietly(place: Path, line: str) -> None:
     reader = "{ sleep 0.01; exec <&-; while [ ! -e gone ]; do sleep 0.02; done; }"
     process = shell(
@@ -295,8 +295,8 @@ def test_a_reader_that_has_gone_ends_it_quietly(place: Path, line: str) -> None:
     assert ((place / "code").read_text(), process.stderr) == ("141\n", "")
 
 
-@shortened("redirection", ["<&- >&- 2>&-", ">&-", "2>&-", "<&-", "<&- >&-"], first=3)
-@shortened("line", ["config schema", "config validate broken.yaml"], first=1)
+@parametrize_first("redirection", ["<&- >&- 2>&-", ">&-", "2>&-", "<&-", "<&- >&-"], first=3)
+@parametrize_first("line", ["config schema", "config validate broken.yaml"], first=1)
 def test_closed_streams_change_nothing(place: Path, line: str, redirection: str) -> None:
     process = shell(place, f"instar {line} {redirection}")
     assert process.returncode == (2 if "broken" in line else 0)

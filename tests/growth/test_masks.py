@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from growing import batch, filled, grown, operation, proof, random_gpt, values
+from growing import batch, build_model, grow_model, operation, proof, random_gpt, values
 from shapes import gpt2, llama
 
 from instar.config.sections import Operation
@@ -40,7 +40,7 @@ FOLD = operation("fold_masks")
 @OPERATIONS
 def test_at_first_nothing_changes(arch: Architecture, op: Operation) -> None:
     model = random_gpt(arch)
-    new, made = grown(model, op, step=STEP)
+    new, made = grow_model(model, op, step=STEP)
     assert made.label == "exact"
     assert proof(model, new, made).holds
     assert new.arch.mask is not None
@@ -52,7 +52,7 @@ def test_at_first_nothing_changes(arch: Architecture, op: Operation) -> None:
 def test_all_that_is_new_has_values_and_learns_at_the_next_step(
     arch: Architecture, op: Operation
 ) -> None:
-    new, _ = grown(random_gpt(arch), op, step=STEP)
+    new, _ = grow_model(random_gpt(arch), op, step=STEP)
     new.set_step(STEP + 1)
     inputs, targets = batch(arch)
     new(inputs, targets).backward()
@@ -70,16 +70,16 @@ def test_all_that_is_new_has_values_and_learns_at_the_next_step(
 @STYLES
 @OPERATIONS
 def test_folded_it_is_a_model_that_was_born_so(arch: Architecture, op: Operation) -> None:
-    open_model, _ = grown(random_gpt(arch), op, step=STEP)
+    open_model, _ = grow_model(random_gpt(arch), op, step=STEP)
     open_model.set_step(STEP + STEPS)
-    folded, made = grown(open_model, FOLD, step=STEP + STEPS)
+    folded, made = grow_model(open_model, FOLD, step=STEP + STEPS)
     assert made.label == "exact"
     assert proof(open_model, folded, made).holds
     assert folded.arch == arch.resized(**{axis: folded.arch.sizes()[axis] for axis in arch.sizes()})
     assert all(
         torch.equal(tensor, values(open_model)[name]) for name, tensor in values(folded).items()
     )
-    born = filled(folded.arch, values(folded))
+    born = build_model(folded.arch, values(folded))
     assert torch.equal(born(batch(arch)[0]), folded(batch(arch)[0]))
     assert not [name for name, _ in folded.named_buffers() if "rope" not in name]
 
