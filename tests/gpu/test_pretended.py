@@ -183,7 +183,7 @@ def test_samples_are_pinned_by_the_thread_that_reads_ahead(
 ) -> None:
     losses("run", "checkpoint.asynchronous=false")
     assert set(gpu.pinned_by) == {"instar-prefetch"}
-    assert any(each.to == "cuda" and each.pinned and not each.waits for each in gpu.transfers)
+    assert any(each.to == "cuda" and each.is_pinned and not each.waits for each in gpu.transfers)
 
 
 def test_only_the_generators_in_use_are_seeded(losses: Losses, gpu: pretended.Gpu) -> None:
