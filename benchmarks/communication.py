@@ -89,7 +89,7 @@ class Group:
 
 def groups(cluster: Cluster, ranks: int, shards: int) -> tuple[Group, Group]:
     """The ranks that share a model, which are neighbours, and those that hold the same rows."""
-    return neighbours(cluster, shards), apart(cluster, ranks // shards)
+    return neighbours(cluster, shards), one_rank_per_node(cluster, ranks // shards)
 
 
 def neighbours(cluster: Cluster, ranks: int) -> Group:
@@ -102,7 +102,7 @@ def neighbours(cluster: Cluster, ranks: int) -> Group:
     return Group(ranks, rings, {"inside": (ranks - nodes, *inside), "between": (nodes, *between)})
 
 
-def apart(cluster: Cluster, ranks: int) -> Group:
+def one_rank_per_node(cluster: Cluster, ranks: int) -> Group:
     """One rank in each node."""
     return Group(ranks, 1, {"between": (ranks, cluster.network, cluster.network_s)})
 
@@ -126,12 +126,12 @@ def simulated_scatter_s(group: Group, size: float) -> float:
     is_rare[np.arange(rare[0]) * group.ranks // max(1, rare[0])] = True
     sending = np.where(is_rare, chunk / rare[1], chunk / common[1])
     latency = np.where(is_rare, rare[2], common[2])
-    received = np.zeros(group.ranks)
+    arrival = np.zeros(group.ranks)
     free = np.zeros(group.ranks)
     for _ in range(group.ranks - 1):
-        free = np.maximum(received, free) + sending
-        received = np.roll(free + latency, 1)
-    return float(received.max())
+        free = np.maximum(arrival, free) + sending
+        arrival = np.roll(free + latency, 1)
+    return float(arrival.max())
 
 
 @dataclass(frozen=True)
@@ -157,17 +157,17 @@ class Step:
     def seconds(self) -> float:
         """Closed form: each pass takes as long as the slower of its computations and its messages, and
         what overlaps with nothing at its beginning and its end."""
-        forward, backward, others = self.compute, 2 * self.compute, self.blocks - 1
+        forward, backward, other_blocks = self.compute, 2 * self.compute, self.blocks - 1
         early = (self.micro_batches - 1) * (
             2 * self.gather
-            + others * (max(forward, self.gather) + max(backward, self.gather))
+            + other_blocks * (max(forward, self.gather) + max(backward, self.gather))
             + forward
             + backward
         )
         last = (
             2 * self.gather
-            + others * max(forward, self.gather)
-            + others * max(backward, self.gather + self.reduce, self.replicate)
+            + other_blocks * max(forward, self.gather)
+            + other_blocks * max(backward, self.gather + self.reduce, self.replicate)
             + forward
             + backward
             + self.reduce
@@ -175,7 +175,7 @@ class Step:
         )
         return early + last
 
-    def simulated(self) -> float:
+    def simulated_seconds(self) -> float:
         """By task: each waits for what it needs, and for the tasks before it that use the same GPU or
         the same network."""
         ends: dict[tuple[object, ...], float] = {}
@@ -196,24 +196,24 @@ class Step:
                 # a block is gathered while the one before it is computed, in the memory of the one
                 # before that
                 before = passes[index - 2] if index > 1 else (micro - 1, "backward", 0)
-                gathered = micro, "gather", kind, block
-                yield gathered, "shards", self.gather, [before]
+                gather_task = micro, "gather", kind, block
+                yield gather_task, "shards", self.gather, [before]
                 if (
                     kind == "backward"
                     and micro == self.micro_batches - 1
                     and block < self.blocks - 1
                 ):
-                    yield from self._reduced(micro, block + 1)
+                    yield from self._reduce_tasks(micro, block + 1)
                 seconds = self.compute * (2 if kind == "backward" else 1)
-                yield (micro, kind, block), "gpu", seconds, [gathered]
-        yield from self._reduced(self.micro_batches - 1, 0)
+                yield (micro, kind, block), "gpu", seconds, [gather_task]
+        yield from self._reduce_tasks(self.micro_batches - 1, 0)
 
-    def _reduced(
+    def _reduce_tasks(
         self, micro: int, block: int
     ) -> Iterator[tuple[tuple[object, ...], str, float, Sequence[tuple[object, ...]]]]:
-        reduced = micro, "reduce", block
-        yield reduced, "shards", self.reduce, [(micro, "backward", block)]
-        yield (micro, "replicate", block), "replicas", self.replicate, [reduced]
+        reduce_task = micro, "reduce", block
+        yield reduce_task, "shards", self.reduce, [(micro, "backward", block)]
+        yield (micro, "replicate", block), "replicas", self.replicate, [reduce_task]
 
 
 def step(
@@ -251,14 +251,16 @@ def fewest_tokens(strategy: str, cluster: Cluster, model: Model, ranks: int) -> 
     low, high = 1.0, 1e9
     while high / low > 1.01:
         middle = (low * high) ** 0.5
-        made = step(strategy, cluster, model, ranks, tokens=middle)
-        low, high = (low, middle) if made.computing_s / made.seconds() >= SHARE else (middle, high)
+        trial = step(strategy, cluster, model, ranks, tokens=middle)
+        low, high = (
+            (low, middle) if trial.computing_s / trial.seconds() >= SHARE else (middle, high)
+        )
     return high
 
 
 def main() -> None:
-    chosen = options(parser(__doc__).parse_args())
-    ranks = RANKS[:2] if chosen.quick else RANKS
+    run_options = options(parser(__doc__).parse_args())
+    ranks = RANKS[:2] if run_options.quick else RANKS
     cases: list[Case] = []
     for cluster, model in product(CLUSTERS, MODELS):
         for size, strategy in product(ranks, STRATEGIES):
@@ -266,35 +268,37 @@ def main() -> None:
     cases.append(
         case("closed form / simulation, worst case", [min(agreements(ranks))], "ratio", least=0.95)
     )
-    publish("communication", cases, chosen)
+    publish("communication", cases, run_options)
 
 
 def figures(strategy: str, cluster: Cluster, model: Model, ranks: int) -> list[Case]:
-    made = step(strategy, cluster, model, ranks)
+    training_step = step(strategy, cluster, model, ranks)
     title = f"{cluster.name}, {model.name}, {ranks:,} GPUs, {strategy}"
-    needed = persistent_bytes(strategy, cluster, model, ranks)
-    if needed > cluster.memory:
-        return [case(f"{title}: does not fit", [needed / 1e9], "GB")]
+    needed_bytes = persistent_bytes(strategy, cluster, model, ranks)
+    if needed_bytes > cluster.memory:
+        return [case(f"{title}: does not fit", [needed_bytes / 1e9], "GB")]
     tokens = fewest_tokens(strategy, cluster, model, ranks)
     return [
-        case(f"{title}: speed left", [made.computing_s / made.seconds()], "ratio"),
+        case(
+            f"{title}: speed left", [training_step.computing_s / training_step.seconds()], "ratio"
+        ),
         case(f"{title}: tokens for {SHARE:g} of it", [tokens], "tokens"),
     ]
 
 
 def agreements(ranks: Sequence[int]) -> list[float]:
     """Closed form and simulation of all cases: the smaller as a share of the larger."""
-    found = []
+    shares = []
     for cluster, model, size, strategy, number in product(
         CLUSTERS, MODELS, ranks, STRATEGIES, MICRO_BATCHES
     ):
-        closed, simulated = (
+        closed_form, simulation = (
             step(strategy, cluster, model, size, micro_batches=number, simulate=simulate)
             for simulate in (False, True)
         )
-        both = closed.seconds(), simulated.simulated()
-        found.append(min(both) / max(both))
-    return found
+        times = closed_form.seconds(), simulation.simulated_seconds()
+        shares.append(min(times) / max(times))
+    return shares
 
 
 if __name__ == "__main__":

@@ -53,13 +53,15 @@ class Pace:
     other work on the machine hardly changes; else wall-clock time.
     """
 
-    def __init__(self, told: TextIO, heard: TextIO, warmup: int, length: int, cuda: bool) -> None:
-        self._told, self._heard = told, heard
+    def __init__(
+        self, output: TextIO, commands: TextIO, warmup: int, length: int, cuda: bool
+    ) -> None:
+        self._output, self._commands = output, commands
         self._warmup, self._length, self._cuda = warmup, length, cuda
-        alone = not cuda and torch.get_num_threads() == 1
-        self._now = time.process_time if alone else time.perf_counter
+        single_thread = not cuda and torch.get_num_threads() == 1
+        self._now = time.process_time if single_thread else time.perf_counter
         self._losses: list[Tensor] = []
-        self._begun = 0.0
+        self._start = 0.0
 
     def watch(self, model: nn.Module) -> nn.Module:
         """Note the loss of every forward pass until the warm-up is over."""
@@ -70,26 +72,26 @@ class Pace:
         self._hook = model.register_forward_hook(note)
         return model
 
-    def stepped(self, steps: int) -> None:
+    def count_steps(self, steps: int) -> None:
         """So many steps have been made since the start. Raises SystemExit when it was enough."""
-        beyond = steps - self._warmup
-        if beyond < 0 or beyond % self._length:
+        timed_steps = steps - self._warmup
+        if timed_steps < 0 or timed_steps % self._length:
             return
         if self._cuda:
             torch.cuda.synchronize()
         now = self._now()
-        if beyond == 0:
+        if timed_steps == 0:
             self._hook.remove()
             self._say([loss.item() for loss in self._losses])
         else:
-            self._say([now - self._begun, self._peak_bytes()])
+            self._say([now - self._start, self._peak_bytes()])
         self.wait()
 
     def wait(self) -> None:
         """Until the next line. Raises SystemExit when there is none."""
-        if not self._heard.readline():
+        if not self._commands.readline():
             raise SystemExit(0)
-        self._begun = self._now()
+        self._start = self._now()
 
     def _peak_bytes(self) -> int:
         if self._cuda:
@@ -98,40 +100,40 @@ class Pace:
         return kilobytes if sys.platform == "darwin" else 1024 * kilobytes
 
     def _say(self, value: object) -> None:
-        self._told.write(json.dumps(value) + "\n")
-        self._told.flush()
+        self._output.write(json.dumps(value) + "\n")
+        self._output.flush()
 
 
 @dataclass(frozen=True)
 class Work:
     """What every contender does: this model, on these samples, so many steps at most."""
 
-    prepared: Prepared
+    prepared_run: Prepared
     steps: int
 
     @property
     def device(self) -> torch.device:
-        return torch.device(self.prepared.config.device)
+        return torch.device(self.prepared_run.config.device)
 
     @property
     def batch_size(self) -> int:
-        return self.prepared.config.train.batch_size
+        return self.prepared_run.config.train.batch_size
 
     @property
     def clip(self) -> float:
-        assert self.prepared.config.train.clip is not None
-        return self.prepared.config.train.clip
+        assert self.prepared_run.config.train.clip is not None
+        return self.prepared_run.config.train.clip
 
     @property
     def bf16(self) -> bool:
-        return self.prepared.config.precision == "bf16"
+        return self.prepared_run.config.precision == "bf16"
 
     def model(self) -> GPT:
         return self._task.build().to(self.device)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Fused AdamW, decaying what Instar decays."""
-        config = self.prepared.config.optimizer
+        config = self.prepared_run.config.optimizer
         parameters = dict(model.named_parameters())
         shapes = {name: parameter.ndim for name, parameter in parameters.items()}
         groups = [
@@ -143,7 +145,7 @@ class Work:
 
     def prepared_model(self, model: nn.Module) -> nn.Module:
         """The model as the config wants it called."""
-        return cast(nn.Module, torch.compile(model)) if self.prepared.config.compile else model
+        return cast(nn.Module, torch.compile(model)) if self.prepared_run.config.compile else model
 
     def autocast(self) -> AbstractContextManager[object]:
         if not self.bf16:
@@ -153,25 +155,27 @@ class Work:
     def windows(self) -> Windows:
         """The samples of all the steps, in Instar's order."""
         _, order = self._task.train_samples()
-        wanted = self.steps * self.batch_size
-        if wanted > order.samples_per_epoch:
-            raise ValueError(f"{wanted} samples wanted, {order.samples_per_epoch} in an epoch")
+        sample_count = self.steps * self.batch_size
+        if sample_count > order.samples_per_epoch:
+            raise ValueError(
+                f"{sample_count} samples wanted, {order.samples_per_epoch} in an epoch"
+            )
         split = open_dataset(self.text.opened.path).split("train")
         tokens = split.read(0, len(split))
-        return Windows(tokens, order.indices(0, 0, wanted), self.text.architecture.context)
+        return Windows(tokens, order.indices(0, 0, sample_count), self.text.architecture.context)
 
     @property
     def text(self) -> LanguageSpec:
-        return text_of(self.prepared)
+        return text_of(self.prepared_run)
 
     @property
     def _task(self) -> LanguageTask:
-        return self.text.task(self.prepared.config)
+        return self.text.task(self.prepared_run.config)
 
 
-def text_of(prepared: Prepared) -> LanguageSpec:
+def text_of(prepared_run: Prepared) -> LanguageSpec:
     """A run's text, all of which is there."""
-    spec = prepared.spec
+    spec = prepared_run.spec
     assert isinstance(spec, LanguageSpec)
     return spec
 
@@ -236,9 +240,9 @@ class PlainGPT2(nn.Module):
         }
         state = gpt.state_dict()
         for name, tensor in state.items():
-            for ours, theirs in same.items():
-                if name.rpartition(".")[0].endswith(ours):
-                    yield name.replace(ours, theirs), tensor
+            for our_name, plain_name in same.items():
+                if name.rpartition(".")[0].endswith(our_name):
+                    yield name.replace(our_name, plain_name), tensor
             if ".query." in name:
                 parts = [state[name.replace("query", part)] for part in ("query", "key", "value")]
                 yield name.replace("attn.query", "heads"), torch.cat(parts)
@@ -255,8 +259,8 @@ class PlainBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         parts = self.heads(self.norm_1(x)).chunk(3, -1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.output(attended.transpose(1, 2).flatten(2))
+        attention = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.output(attention.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm_2(x))))
 
 
@@ -267,20 +271,20 @@ def instar(work: Work, pace: Pace) -> None:
         def write(self, event: Event) -> None:
             super().write(event)
             if isinstance(event, Train):
-                pace.stepped(event.step)
+                pace.count_steps(event.step)
 
     with (
         tempfile.TemporaryDirectory() as folder,
         RankLog(0) as log,
         StopSignal() as signal,
-        join_group(work.prepared.config.parallel, work.prepared.config.device) as world,
+        join_group(work.prepared_run.config.parallel, work.prepared_run.config.device) as world,
         closing(open_console()) as console,
     ):
         log.open(Path(folder))
         with Paced(Path(folder) / "events.jsonl") as sink:
             run_dir = RunDir(Path(folder))
             trainer = build_trainer(
-                work.prepared, world, RunOutputs(signal, sink, console, log, run_dir)
+                work.prepared_run, world, RunOutputs(signal, sink, console, log, run_dir)
             )
             pace.watch(trainer.parts.stepper.strategy.model)
             with closing(trainer):
@@ -309,7 +313,7 @@ def train_bare(work: Work, pace: Pace, gpt: nn.Module) -> None:
         clip_grad_norm_(model.parameters(), work.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        pace.stepped(step)
+        pace.count_steps(step)
 
 
 def hf(work: Work, pace: Pace) -> None:
@@ -333,7 +337,7 @@ def hf(work: Work, pace: Pace) -> None:
             control: TrainerControl,  # noqa: ARG002
             **kwargs: Any,  # noqa: ARG002
         ) -> None:
-            pace.stepped(state.global_step)
+            pace.count_steps(state.global_step)
 
     model = work.model()
     pace.watch(model)
@@ -345,11 +349,11 @@ def hf(work: Work, pace: Pace) -> None:
                 output_dir=folder,
                 per_device_train_batch_size=work.batch_size,
                 max_steps=work.steps,
-                learning_rate=work.prepared.config.optimizer.lr,
+                learning_rate=work.prepared_run.config.optimizer.lr,
                 lr_scheduler_type="constant",
                 max_grad_norm=work.clip,
                 bf16=work.bf16,
-                torch_compile=work.prepared.config.compile,
+                torch_compile=work.prepared_run.config.compile,
                 use_cpu=not on_gpu,
                 train_sampling_strategy="sequential",
                 dataloader_pin_memory=on_gpu,
@@ -389,7 +393,7 @@ def fabric(work: Work, pace: Pace) -> None:
         runtime.clip_gradients(model, optimizer, max_norm=work.clip)
         optimizer.step()
         optimizer.zero_grad()
-        pace.stepped(step)
+        pace.count_steps(step)
 
 
 CONTENDERS: dict[str, Callable[[Work, Pace], None]] = {
@@ -401,16 +405,16 @@ CONTENDERS: dict[str, Callable[[Work, Pace], None]] = {
 }
 
 
-def main(name: str, asked: str) -> None:
+def main(name: str, request: str) -> None:
     # what libraries print goes to stderr: stdout is for whoever keeps the pace
-    told = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    output = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
-    words = json.loads(asked)
-    loaded = load_config(None, words["overrides"])
-    prepare_run_data(loaded, 1, lambda _: None)
-    work = Work(preflight(loaded, world_size=1), words["steps"])
-    pace = Pace(told, sys.stdin, words["warmup"], words["round"], work.device.type == "cuda")
+    words = json.loads(request)
+    loaded_config = load_config(None, words["overrides"])
+    prepare_run_data(loaded_config, 1, lambda _: None)
+    work = Work(preflight(loaded_config, world_size=1), words["steps"])
+    pace = Pace(output, sys.stdin, words["warmup"], words["round"], work.device.type == "cuda")
     pace.wait()
     CONTENDERS[name](work, pace)
 

@@ -63,31 +63,39 @@ EVERY_S = 0.05
 
 
 def main() -> None:
-    made = parser(__doc__)
-    made.add_argument("--runs", type=int, default=100)
-    made.add_argument("--records", type=int, default=100_000, help="of each run")
-    made.add_argument("--points", type=int, default=300, help="new ones that are waited for")
-    made.add_argument("--minutes", type=float, default=1.0, help="that the page is left open")
-    made.add_argument("--folder", type=Path, help="of runs that are there already; is written to")
-    parsed = made.parse_args()
-    if parsed.quick:
-        parsed.runs, parsed.records, parsed.points, parsed.minutes = 3, 2000, 20, 0.1
-    with folder(parsed) as runs, chromium() as browser:
-        cases = [*painted(browser, runs), *live(browser, runs, parsed)]
-    publish("dashboard", cases, options(parsed), libraries=("starlette", "uvicorn", "playwright"))
+    command_line = parser(__doc__)
+    command_line.add_argument("--runs", type=int, default=100)
+    command_line.add_argument("--records", type=int, default=100_000, help="of each run")
+    command_line.add_argument(
+        "--points", type=int, default=300, help="new ones that are waited for"
+    )
+    command_line.add_argument(
+        "--minutes", type=float, default=1.0, help="that the page is left open"
+    )
+    command_line.add_argument(
+        "--folder", type=Path, help="of runs that are there already; is written to"
+    )
+    arguments = command_line.parse_args()
+    if arguments.quick:
+        arguments.runs, arguments.records, arguments.points, arguments.minutes = 3, 2000, 20, 0.1
+    with folder(arguments) as runs, chromium() as browser:
+        cases = [*painting_cases(browser, runs), *live(browser, runs, arguments)]
+    publish(
+        "dashboard", cases, options(arguments), libraries=("starlette", "uvicorn", "playwright")
+    )
 
 
 @contextmanager
-def folder(parsed: argparse.Namespace) -> Iterator[Path]:
-    if parsed.folder:
-        yield parsed.folder
+def folder(arguments: argparse.Namespace) -> Iterator[Path]:
+    if arguments.folder:
+        yield arguments.folder
         return
-    with tempfile.TemporaryDirectory() as made:
-        make_runs(Path(made), parsed.runs, parsed.records)
-        yield Path(made)
+    with tempfile.TemporaryDirectory() as scratch:
+        make_runs(Path(scratch), arguments.runs, arguments.records)
+        yield Path(scratch)
 
 
-def painted(browser: Browser, runs: Path) -> Iterator[Case]:
+def painting_cases(browser: Browser, runs: Path) -> Iterator[Case]:
     """Seconds from navigation to curves: the latest run, and all runs laid over each other."""
     keys = sorted(path.name for path in runs.iterdir())
     views = {
@@ -95,41 +103,41 @@ def painted(browser: Browser, runs: Path) -> Iterator[Case]:
         f"{len(keys)} runs overlaid": (f"#runs={','.join(keys)}", len(keys)),
     }
     for run in runs_in(runs):
-        if (kept := cache_folder(run)) is not None:
-            shutil.rmtree(kept, ignore_errors=True)
+        if (cache := cache_folder(run)) is not None:
+            shutil.rmtree(cache, ignore_errors=True)
     for state in ("cold", "warm"):
         for name, (hash_, count) in views.items():
-            found = []
+            seconds = []
             for _ in range(1 if state == "cold" else 3):
-                with dashboard(runs, "--port", "0") as (address, _), watch_page(browser) as seen:
-                    seen.page.set_default_timeout(300_000)
-                    seen.page.goto(address + hash_)
-                    found.append(seen.page.evaluate(PAINTED, count))
-                    assert seen.errors == []
+                with dashboard(runs, "--port", "0") as (address, _), watch_page(browser) as window:
+                    window.page.set_default_timeout(300_000)
+                    window.page.goto(address + hash_)
+                    seconds.append(window.page.evaluate(PAINTED, count))
+                    assert window.errors == []
             bar = 2.0 if state == "warm" or count == 1 else None
-            yield case(f"painted, {name}, {state}", found, "s", most=bar)
+            yield case(f"painted, {name}, {state}", seconds, "s", most=bar)
 
 
-def live(browser: Browser, runs: Path, parsed: argparse.Namespace) -> Iterator[Case]:
+def live(browser: Browser, runs: Path, arguments: argparse.Namespace) -> Iterator[Case]:
     """New points, and a page that is left open while they come."""
     run = RunDir(max(runs.iterdir(), key=lambda path: path.name))
     with (
         dashboard(runs, "--port", "0") as (address, process),
-        watch_page(browser) as seen,
+        watch_page(browser) as window,
         Recorder(run.events) as record,
     ):
-        seen.page.goto(f"{address}#runs={run.path.name}")
-        seen.page.evaluate(PAINTED, 1)
+        window.page.goto(f"{address}#runs={run.path.name}")
+        window.page.evaluate(PAINTED, 1)
         yield from idle(process)
-        asked = len(seen.requests)
+        request_count = len(window.requests)
         last = int(read_record(run).series("loss").step.max())
-        delays = measured(seen.page, record, parsed.points, last)
-        ordered = sorted(delays)
-        p95 = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
+        delays = measure_delays(window.page, record, arguments.points, last)
+        sorted_delays = sorted(delays)
+        p95 = sorted_delays[min(len(sorted_delays) - 1, int(0.95 * len(sorted_delays)))]
         yield case("new point on screen, median", [statistics.median(delays)], "s")
         yield case("new point on screen, 95th percentile", [p95], "s", most=1.0)
-        yield case("requests while they came", [len(seen.requests) - asked], "", most=0)
-        yield from left_open(seen, record, last + parsed.points, parsed.minutes)
+        yield case("requests while they came", [len(window.requests) - request_count], "", most=0)
+        yield from left_open(window, record, last + arguments.points, arguments.minutes)
 
 
 def idle(process: subprocess.Popen[str]) -> Iterator[Case]:
@@ -140,32 +148,32 @@ def idle(process: subprocess.Popen[str]) -> Iterator[Case]:
     yield case("server while nothing happens", [server.cpu_percent()], "% of a core", most=5)
 
 
-def measured(page: Page, record: Recorder, points: int, last: int) -> list[float]:
+def measure_delays(page: Page, record: Recorder, points: int, last: int) -> list[float]:
     """Seconds of each new point from before it is written, behind step `last`, to its frame."""
     before = page.evaluate(WATCH)
-    written = []
+    write_times = []
     for number in range(1, points + 1):
-        written.append(time.time())
+        write_times.append(time.time())
         record.write(point(last + number))
         page.wait_for_timeout(EVERY_S * 1000)
-    drawn: list[tuple[int, float]] = page.evaluate(DRAWN, before + points)
+    frames: list[tuple[int, float]] = page.evaluate(DRAWN, before + points)
     return [
-        next(at for count, at in drawn if count >= before + number) - at_first
-        for number, at_first in enumerate(written, 1)
+        next(at for count, at in frames if count >= before + number) - at_first
+        for number, at_first in enumerate(write_times, 1)
     ]
 
 
-def left_open(seen: Watched, record: Recorder, step: int, minutes: float) -> Iterator[Case]:
-    asked, heap = len(seen.requests), "performance.memory.usedJSHeapSize"
-    begin, memory = time.monotonic(), seen.page.evaluate(heap)
+def left_open(window: Watched, record: Recorder, step: int, minutes: float) -> Iterator[Case]:
+    request_count, heap = len(window.requests), "performance.memory.usedJSHeapSize"
+    begin, memory = time.monotonic(), window.page.evaluate(heap)
     while time.monotonic() - begin < minutes * 60:
         step += 1
         record.write(point(step))
-        seen.page.wait_for_timeout(200)
-    grown = (seen.page.evaluate(heap) - memory) / 2**20
-    yield case(f"page errors in {minutes:g} min", [len(seen.errors)], "", most=0)
-    yield case(f"requests in {minutes:g} min", [len(seen.requests) - asked], "", most=0)
-    yield case(f"page's memory, grown in {minutes:g} min", [grown], "MiB")
+        window.page.wait_for_timeout(200)
+    growth = (window.page.evaluate(heap) - memory) / 2**20
+    yield case(f"page errors in {minutes:g} min", [len(window.errors)], "", most=0)
+    yield case(f"requests in {minutes:g} min", [len(window.requests) - request_count], "", most=0)
+    yield case(f"page's memory, grown in {minutes:g} min", [growth], "MiB")
 
 
 def point(step: int) -> Train:

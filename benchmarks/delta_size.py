@@ -37,13 +37,15 @@ DENSITY = 0.01
 
 
 def main() -> None:
-    chosen = options(parser(__doc__).parse_args())
+    run_options = options(parser(__doc__).parse_args())
     torch.set_num_threads(1)
     # matrices of 262,144 elements and more: in small ones, headers and tables count
-    shape, warm_up, steps = ((2, 512), 100, 50) if not chosen.quick else ((1, 32), 2, 3)
-    size_mib, repeats = (256, 5) if not chosen.quick else (4, 1)
-    cases = [each for rate in RATES for each in sizes(rate, shape, warm_up, steps)]
-    publish("delta_size", [*cases, *speeds(size_mib, repeats)], chosen, libraries=["zstandard"])
+    shape, warm_up, steps = ((2, 512), 100, 50) if not run_options.quick else ((1, 32), 2, 3)
+    size_mib, repeats = (256, 5) if not run_options.quick else (4, 1)
+    cases = [entry for rate in RATES for entry in sizes(rate, shape, warm_up, steps)]
+    publish(
+        "delta_size", [*cases, *speeds(size_mib, repeats)], run_options, libraries=["zstandard"]
+    )
 
 
 def sizes(rate: float, shape: tuple[int, int], warm_up: int, steps: int) -> list[Case]:
@@ -56,12 +58,17 @@ def sizes(rate: float, shape: tuple[int, int], warm_up: int, steps: int) -> list
             for step, weights in enumerate(fine_tuned(rate, shape, warm_up, steps, dtype)):
                 append(chain, step, weights, before)
                 before = weights
-            found = statistics(chain)
+            link_statistics = statistics(chain)
         name = f"AdamW at {rate:g}, {kind}"
-        density = [100 * each.whole.density for each in found]
-        overlap = [each.whole.overlap for each in found if each.whole.overlap is not None]
+        density = [100 * link.whole.density for link in link_statistics]
+        overlap = [link.whole.overlap for link in link_statistics if link.whole.overlap is not None]
         cases += [
-            case(f"{name}: full weights / delta", [e.ratio for e in found], "x", least=RATES[rate]),
+            case(
+                f"{name}: full weights / delta",
+                [e.ratio for e in link_statistics],
+                "x",
+                least=RATES[rate],
+            ),
             case(f"{name}: weights that change", density, "%"),
             case(f"{name}: overlap with the step before", overlap, ""),
         ]
@@ -72,7 +79,7 @@ def fine_tuned(
     rate: float, shape: tuple[int, int], warm_up: int, steps: int, dtype: torch.dtype
 ) -> Iterator[dict[str, Tensor]]:
     """Yields copies of the bf16 weights before the first step of the fine-tuning and after each."""
-    model = copy.deepcopy(trained(shape, warm_up)).to(dtype)
+    model = copy.deepcopy(pretrain_model(shape, warm_up)).to(dtype)
     batches = random_batches(seed=1)
     optimizer = torch.optim.AdamW(model.parameters(), rate)
     for step in range(steps + 1):
@@ -85,7 +92,7 @@ def fine_tuned(
 
 
 @cache
-def trained(shape: tuple[int, int], steps: int) -> GPT:
+def pretrain_model(shape: tuple[int, int], steps: int) -> GPT:
     """Returns a model that has learned some of the text, in fp32."""
     layers, width = shape
     config = ModelConfig(n_layer=layers, n_head=layers, n_embd=width, context=CONTEXT)
@@ -127,8 +134,8 @@ def speeds(size_mib: int, repeats: int) -> list[Case]:
     new = {}
     for name, tensor in old.items():
         steps = torch.randint(0, 2, tensor.shape, generator=chance, dtype=torch.int16) * 2 - 1
-        changed = torch.rand(tensor.shape, generator=chance) < DENSITY
-        new[name] = (tensor.view(torch.int16) + steps * changed).view(torch.bfloat16)
+        change_mask = torch.rand(tensor.shape, generator=chance) < DENSITY
+        new[name] = (tensor.view(torch.int16) + steps * change_mask).view(torch.bfloat16)
     with tempfile.TemporaryDirectory() as folder:
         base, target, link, out = (Path(folder) / name for name in ("base", "new", "link", "out"))
         save_file(old, base)
@@ -139,10 +146,16 @@ def speeds(size_mib: int, repeats: int) -> list[Case]:
     size_mb = size_mib * 2**20 / 1e6
     return [
         case(
-            "creating a delta, 1 % changed", [size_mb / each for each in create], "MB/s", least=500
+            "creating a delta, 1 % changed",
+            [size_mb / seconds for seconds in create],
+            "MB/s",
+            least=500,
         ),
         case(
-            "applying a delta, 1 % changed", [size_mb / each for each in apply], "MB/s", least=500
+            "applying a delta, 1 % changed",
+            [size_mb / seconds for seconds in apply],
+            "MB/s",
+            least=500,
         ),
         case("full weights / delta, 1 % changed", [ratio], "x"),
     ]

@@ -22,7 +22,7 @@ from instar.config.budget import Counters
 from instar.extensions.delta.events import Delta
 from instar.run.checkpointing import save_checkpoint_if_due
 from instar.run.trainer import Trainer
-from pauses import Size, timed, trainer_of
+from pauses import Size, seconds_of, trainer_of
 from report import Case, case, options, parser, publish
 from throughput import gpt
 
@@ -39,9 +39,9 @@ class Costs:
 
     step_s: list[float]
     """without deltas"""
-    added: list[float]
+    slowdown: list[float]
     """share of the time without deltas"""
-    stalled: list[float]
+    stall_share: list[float]
     """share of the time in which training waits for the copy, or for room"""
     link_s: list[float]
     density: list[float]
@@ -57,16 +57,16 @@ QUICK = (Size("tiny", (*COMMON, *gpt(1, 1, 16, 16, 2)), steps=1, repeats=2),)
 
 
 def main() -> None:
-    chosen = options(parser(__doc__).parse_args())
+    run_options = options(parser(__doc__).parse_args())
     cases: list[Case] = []
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
-        for size in QUICK if chosen.quick else SIZES:
+        for size in QUICK if run_options.quick else SIZES:
             for threads in dict.fromkeys((1, ALL)):
                 torch.set_num_threads(threads)
                 place = Path(folder) / f"{size.name}-{threads}"
                 place.mkdir()
-                cases += figures(size, measure(size, place, chosen.quick), threads)
-    publish("deltas", cases, chosen, libraries=("zstandard",), threads=ALL)
+                cases += figures(size, measure(size, place, run_options.quick), threads)
+    publish("deltas", cases, run_options, libraries=("zstandard",), threads=ALL)
 
 
 def figures(size: Size, costs: Costs, threads: int) -> list[Case]:
@@ -75,12 +75,12 @@ def figures(size: Size, costs: Costs, threads: int) -> list[Case]:
     return [
         case(f"{name}: one step", costs.step_s, "s"),
         case(f"{name}: one delta, in the background", costs.link_s, "s"),
-        case(f"{name}: share of weights changed", [100 * one for one in costs.density], "%"),
-        case(f"{name}: size of a delta", [one / 1e6 for one in costs.size_bytes], "MB"),
-        case(f"{name}: training stands still", [100 * s for s in costs.stalled], "%", most=2.0),
+        case(f"{name}: share of weights changed", [100 * value for value in costs.density], "%"),
+        case(f"{name}: size of a delta", [value / 1e6 for value in costs.size_bytes], "MB"),
+        case(f"{name}: training stands still", [100 * s for s in costs.stall_share], "%", most=2.0),
         case(
             f"{name}: training takes longer",
-            [100 * share for share in costs.added],
+            [100 * share for share in costs.slowdown],
             "%",
             most=2.0 if spare else None,
         ),
@@ -88,10 +88,10 @@ def figures(size: Size, costs: Costs, threads: int) -> list[Case]:
 
 
 def measure(size: Size, folder: Path, quick: bool) -> Costs:
-    written: list[Delta] = []
+    deltas: list[Delta] = []
 
     def log_event(_: Counters, event: Delta) -> None:
-        written.append(event)
+        deltas.append(event)
 
     without = trainer_of(replace(size, name="without"), folder, quick)
     with_deltas = trainer_of(
@@ -104,19 +104,19 @@ def measure(size: Size, folder: Path, quick: bool) -> Costs:
         for run in (without, with_deltas, with_deltas):
             turn(run)
         for repeat in range(size.repeats):
-            written.clear()
+            deltas.clear()
             seconds = {}
             # whoever comes second in one pair comes first in the next
             for run in (without, with_deltas)[:: 1 if repeat % 2 else -1]:
                 seconds[run is with_deltas] = turn(run)
-            (one,) = written
+            (delta,) = deltas
             costs.step_s.append(seconds[False])
-            costs.added.append(seconds[True] / seconds[False] - 1.0)
-            costs.stalled.append(one.stall_s / seconds[False])
-            costs.link_s.append(one.seconds)
-            costs.size_bytes.append(one.size_bytes)
-            if one.density is not None:
-                costs.density.append(one.density)
+            costs.slowdown.append(seconds[True] / seconds[False] - 1.0)
+            costs.stall_share.append(delta.stall_s / seconds[False])
+            costs.link_s.append(delta.seconds)
+            costs.size_bytes.append(delta.size_bytes)
+            if delta.density is not None:
+                costs.density.append(delta.density)
         print(f"{size.name}: {size.repeats} pairs", file=sys.stderr)
     return costs
 
@@ -128,7 +128,7 @@ def turn(run: Trainer) -> float:
         run.state = save_checkpoint_if_due(run.state, run.parts)
         run.step()
 
-    seconds = timed(train)
+    seconds = seconds_of(train)
     for saver in run.parts.extensions:
         saver.writer.flush()
         saver.log_written()

@@ -80,8 +80,8 @@ def shares(make: Callable[[], nn.Module], rounds: int) -> list[float]:
 
 
 def main() -> None:
-    chosen = options(parser(__doc__).parse_args())
-    rounds = 1 if chosen.quick else 21
+    run_options = options(parser(__doc__).parse_args())
+    rounds = 1 if run_options.quick else 21
     models = {"Instar's GPT": gpt, "a Llama of transformers": llama}
     what = (
         f"{DOCUMENTS} documents in rows of {CONTEXT}: speed with masks, as a share of plain packing"
@@ -91,7 +91,7 @@ def main() -> None:
         for name, make in models.items()
     ]
     threads = torch.get_num_threads()
-    publish("document_masks", cases, chosen, libraries=["transformers"], threads=threads)
+    publish("document_masks", cases, run_options, libraries=["transformers"], threads=threads)
 
 
 if __name__ == "__main__":

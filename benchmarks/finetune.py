@@ -58,28 +58,30 @@ QUICK = replace(FULL, width=32, layers=1, vocabulary=300, context=32, batch=2, s
 
 
 def main() -> None:
-    chosen = options(parser(__doc__).parse_args())
-    effort = QUICK if chosen.quick else FULL
+    run_options = options(parser(__doc__).parse_args())
+    effort = QUICK if run_options.quick else FULL
     torch.set_num_threads(1)
     cases: list[Case] = []
     with tempfile.TemporaryDirectory() as folder:
         for kind in FAMILIES:
-            cases += compared(kind, effort, Path(folder) / kind)
-    publish("finetune", cases, chosen, libraries=("transformers", "accelerate"), threads=1)
+            cases += compare_trainers(kind, effort, Path(folder) / kind)
+    publish("finetune", cases, run_options, libraries=("transformers", "accelerate"), threads=1)
 
 
-def compared(kind: str, effort: Effort, place: Path) -> list[Case]:
+def compare_trainers(kind: str, effort: Effort, place: Path) -> list[Case]:
     write_model(kind, effort, place / "model")
     settings = settings_of(effort, place)
     samples = samples_in_order(settings, effort)
-    ratios, apart = [], []
+    ratios, loss_gaps = [], []
     for pair in range(effort.pairs):
-        ours, our_step = by_instar(settings, place / f"run-{pair}")
-        theirs, their_step = by_trainer(place, effort, samples)
-        apart.append(max(abs(a - b) for a, b in zip(ours, theirs, strict=True)))
+        instar_losses, our_step = by_instar(settings, place / f"run-{pair}")
+        trainer_losses, their_step = by_trainer(place, effort, samples)
+        loss_gaps.append(
+            max(abs(a - b) for a, b in zip(instar_losses, trainer_losses, strict=True))
+        )
         ratios.append(their_step / our_step)
     return [
-        case(f"{kind}: losses of a step differ by, at most", [max(apart)], "nats", most=1e-4),
+        case(f"{kind}: losses of a step differ by, at most", [max(loss_gaps)], "nats", most=1e-4),
         case(f"{kind}: speed of Instar / Trainer", ratios, "×", least=1.0),
     ]
 
@@ -137,18 +139,18 @@ def settings_of(effort: Effort, place: Path) -> list[str]:
 
 def samples_in_order(settings: Sequence[str], effort: Effort) -> list[dict[str, torch.Tensor]]:
     """All samples of a run, as transformers takes them: tokens, of which the first is no target."""
-    loaded = load_run_config(None, settings)
-    prepare_run_data(loaded, 1, lambda _: None)
-    prepared = preflight(loaded, 1)
-    source, order = prepared.spec.task(prepared.config).train_samples()
-    found: list[dict[str, torch.Tensor]] = []
+    loaded_config = load_run_config(None, settings)
+    prepare_run_data(loaded_config, 1, lambda _: None)
+    prepared_run = preflight(loaded_config, 1)
+    source, order = prepared_run.spec.task(prepared_run.config).train_samples()
+    samples: list[dict[str, torch.Tensor]] = []
     for place in range(effort.steps * effort.batch):
         epoch, at = divmod(place, order.samples_per_epoch)
         read = source.read(order.indices(epoch, at, at + 1))
         tokens = np.append(read["inputs"][0], read["targets"][0, -1])
         labels = np.append(-100, read["targets"][0])
-        found.append({"input_ids": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)})
-    return found
+        samples.append({"input_ids": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)})
+    return samples
 
 
 def by_instar(settings: Sequence[str], run: Path) -> tuple[list[float], float]:
@@ -175,8 +177,8 @@ def by_trainer(
         def get_train_dataloader(self) -> DataLoader[Any]:
             return DataLoader(samples, batch_size=effort.batch)  # type: ignore[arg-type]
 
-        def compute_loss(self, *arguments: Any, **named: Any) -> Any:
-            loss = super().compute_loss(*arguments, **named)
+        def compute_loss(self, *arguments: Any, **keywords: Any) -> Any:
+            loss = super().compute_loss(*arguments, **keywords)
             losses.append(float(loss.detach()))
             return loss
 

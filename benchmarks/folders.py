@@ -66,16 +66,16 @@ def make(folder: Path, config: LlamaConfig, dtype: torch.dtype, max_shard_bytes:
 
 def run(command: Sequence[str | Path]) -> tuple[float, int, str]:
     """Return seconds until what a command wrote is on the disk, its most memory in bytes, and its output."""
-    begun, most = time.perf_counter(), 0
+    start, peak = time.perf_counter(), 0
     with subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         while child.poll() is None:  # what it says fits into the pipe
-            most = max(most, _peak(child.pid))
+            peak = max(peak, _peak(child.pid))
             time.sleep(0.02)
-        said = child.stdout.read()
+        output = child.stdout.read()
     assert child.returncode == 0, command
     os.sync()
-    return time.perf_counter() - begun, most, said
+    return time.perf_counter() - start, peak, output
 
 
 def _peak(process: int) -> int:
@@ -84,8 +84,8 @@ def _peak(process: int) -> int:
         status = Path(f"/proc/{process}/status").read_text()
     except OSError:  # it has ended
         return 0
-    found = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
-    return int(found[1]) * 1024 if found else 0
+    match = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
+    return int(match[1]) * 1024 if match else 0
 
 
 def size_of(folder: Path) -> int:
@@ -93,59 +93,64 @@ def size_of(folder: Path) -> int:
 
 
 def main() -> None:
-    made = parser(__doc__)
-    made.add_argument(
+    command_line = parser(__doc__)
+    command_line.add_argument(
         "--layers", type=int, default=LAYERS_7B, metavar="N", help="default: %(default)s"
     )
-    parsed = made.parse_args()
-    chosen = options(parsed)
-    inserted = max(1, parsed.layers // 8)
-    operations = ("--op", f"insert_layers={inserted} where=even", "--op", "widen_mlp=x1.25")
-    found: dict[str, list[float]] = {"copied": [], "grown": [], "without start": [], "memory": []}
+    arguments = command_line.parse_args()
+    run_options = options(arguments)
+    layer_count = max(1, arguments.layers // 8)
+    operations = ("--op", f"insert_layers={layer_count} where=even", "--op", "widen_mlp=x1.25")
+    measurements: dict[str, list[float]] = {
+        "copied": [],
+        "grown": [],
+        "without start": [],
+        "memory": [],
+    }
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as place:
-        small, copied, grown = (Path(place) / name for name in ("small", "copied", "grown"))
+        small, copy_dir, grown_dir = (Path(place) / name for name in ("small", "copied", "grown"))
 
         def turn(flag: str) -> dict[str, Any]:
-            seconds, _, _ = run(["cp", "-r", small, copied])
-            found["copied"].append(size_of(copied) / seconds / 1e9)
-            shutil.rmtree(copied)
-            instar = [sys.executable, "-m", "instar", "grow", small, grown, *operations, flag]
-            seconds, most, said = run([*instar, "--json"])
-            found["grown"].append(size_of(grown) / seconds / 1e9)
-            found["memory"].append(most / 1e9)
-            result: dict[str, Any] = json.loads(said)
-            found["without start"].append(size_of(grown) / result["seconds"] / 1e9)
+            seconds, _, _ = run(["cp", "-r", small, copy_dir])
+            measurements["copied"].append(size_of(copy_dir) / seconds / 1e9)
+            shutil.rmtree(copy_dir)
+            instar = [sys.executable, "-m", "instar", "grow", small, grown_dir, *operations, flag]
+            seconds, peak, output = run([*instar, "--json"])
+            measurements["grown"].append(size_of(grown_dir) / seconds / 1e9)
+            measurements["memory"].append(peak / 1e9)
+            result: dict[str, Any] = json.loads(output)
+            measurements["without start"].append(size_of(grown_dir) / result["seconds"] / 1e9)
             return result
 
         make(small, TWIN, torch.float32, 10**7)
-        said = turn("--check")
-        moved = said["proof"]["max_logit_diff_relative"]
-        if not chosen.quick:
-            found = {name: [] for name in found}
+        report = turn("--check")
+        drift = report["proof"]["max_logit_diff_relative"]
+        if not run_options.quick:
+            measurements = {name: [] for name in measurements}
             shutil.rmtree(small)
-            make(small, LlamaConfig(num_hidden_layers=parsed.layers), torch.bfloat16, 5 * 10**9)
+            make(small, LlamaConfig(num_hidden_layers=arguments.layers), torch.bfloat16, 5 * 10**9)
             for _ in range(REPEATS):
-                shutil.rmtree(grown)
-                said = turn("--no-proof")
-        sizes = [size_of(folder) / 1e9 for folder in (small, grown)]
-    ratio = [a / b for a, b in zip(found["grown"], found["copied"], strict=True)]
+                shutil.rmtree(grown_dir)
+                report = turn("--no-proof")
+        sizes = [size_of(folder) / 1e9 for folder in (small, grown_dir)]
+    ratio = [a / b for a, b in zip(measurements["grown"], measurements["copied"], strict=True)]
     publish(
         "folders",
         [
-            case("parameters, small", [said["parameters_before"] / 1e9], "billions"),
-            case("parameters, grown", [said["stages"][-1]["parameters"] / 1e9], "billions"),
+            case("parameters, small", [report["parameters_before"] / 1e9], "billions"),
+            case("parameters, grown", [report["stages"][-1]["parameters"] / 1e9], "billions"),
             case("folder, small", [sizes[0]], "GB"),
             case("folder, grown", [sizes[1]], "GB"),
-            case("instar grow, most memory", found["memory"], "GB", most=2.0),
-            case("cp", found["copied"], "GB/s"),
-            case("instar grow", found["grown"], "GB/s"),
-            case("instar grow, without its start", found["without start"], "GB/s"),
+            case("instar grow, most memory", measurements["memory"], "GB", most=2.0),
+            case("cp", measurements["copied"], "GB/s"),
+            case("instar grow", measurements["grown"], "GB/s"),
+            case("instar grow, without its start", measurements["without start"], "GB/s"),
             case("instar grow / cp", ratio, "ratio", least=0.6),
-            case("twin: logits moved by", [moved], "of max", most=1e-5),
+            case("twin: logits moved by", [drift], "of max", most=1e-5),
         ],
-        chosen,
+        run_options,
         libraries=["transformers", "safetensors"],
-        layers=parsed.layers,
+        layers=arguments.layers,
     )
 
 

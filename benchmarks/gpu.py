@@ -41,26 +41,26 @@ RANKS_OF_SMOKE_RUN = 2
 def main() -> None:
     words = parser(__doc__)
     words.add_argument("--heats", type=int, metavar="N", help="of the steps; default: 3")
-    parsed = words.parse_args()
-    chosen = options(parsed)
-    if not chosen.quick and not torch.cuda.is_available():
+    arguments = words.parse_args()
+    run_options = options(arguments)
+    if not run_options.quick and not torch.cuda.is_available():
         sys.exit("this needs a CUDA device; --quick tries the script on the CPU")
-    size, lengths = (QUICK, SHORT) if chosen.quick else (GPU, LONG)
-    size = replace(size, heats=parsed.heats or size.heats)
-    ranks = RANKS_OF_SMOKE_RUN if chosen.quick else torch.cuda.device_count()
+    size, lengths = (QUICK, SHORT) if run_options.quick else (GPU, LONG)
+    size = replace(size, heats=arguments.heats or size.heats)
+    ranks = RANKS_OF_SMOKE_RUN if run_options.quick else torch.cuda.device_count()
     cases: list[Case] = []
     with tempfile.TemporaryDirectory() as folder:
-        data = text_for(Path(folder), 200_000 if chosen.quick else 8_000_000)
+        data = text_for(Path(folder), 200_000 if run_options.quick else 8_000_000)
         run = Runs(Path(folder), (*size.overrides, *SAME, *data, "record.log_interval=1"), lengths)
         cases += measure(size, (*size.overrides, *SAME, *data), ("instar", "bare", "plain"), None)
         cases += saving(size, run)
         cases += growing(size, run)
         if ranks > 1:
             cases += sharding(size, run, ranks)
-    found = {} if chosen.quick else {k: v for k, v in machine("cuda").items() if v is not None}
-    publish("gpu", cases, chosen, **found)
-    if chosen.results is not None:
-        print(f"send back: {chosen.results / 'gpu.json'}")
+    facts = {} if run_options.quick else {k: v for k, v in machine("cuda").items() if v is not None}
+    publish("gpu", cases, run_options, **facts)
+    if run_options.results is not None:
+        print(f"send back: {run_options.results / 'gpu.json'}")
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,9 @@ class Runs:
         ends = (f"train.until={self.lengths.steps}it", f"record.run_dir={self.folder / name}")
         for text in (*self.overrides, *ends, "record.report=false", *overrides):
             command += ["--set", text]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            sys.exit(done.stdout + done.stderr)
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
+        if process.returncode:
+            sys.exit(process.stdout + process.stderr)
         return list(read_events(self.folder / name / "events.jsonl"))
 
 
@@ -87,9 +87,9 @@ def saving(size: Size, run: Runs) -> list[Case]:
     """Checkpoints in the background: how long training stands still, and how fast they are written."""
     events = run.events("saves", f"checkpoint.every_steps={run.lengths.saves}")
     # the last save is waited for
-    saved = [event for event in events if isinstance(event, Saved)][:-1]
-    stalls = [event.stall_s or 0.0 for event in saved]
-    rates = [(event.size_bytes or 0) / (event.seconds or 1.0) / 1e9 for event in saved]
+    saves = [event for event in events if isinstance(event, Saved)][:-1]
+    stalls = [event.stall_s or 0.0 for event in saves]
+    rates = [(event.size_bytes or 0) / (event.seconds or 1.0) / 1e9 for event in saves]
     step_s = 1 / statistics.median(steps_per_second(events))
     return [
         case(f"{size.name}: stall of a background save", stalls, "s"),
@@ -120,7 +120,7 @@ def sharding(size: Size, run: Runs, ranks: int) -> list[Case]:
     for strategy in ("ddp", "fsdp"):
         events = run.events(strategy, f"parallel.strategy={strategy}", ranks=ranks)
         speeds[strategy] = steps_per_second(events)
-    ratios = [ours / statistics.median(speeds["ddp"]) for ours in speeds["fsdp"]]
+    ratios = [speed / statistics.median(speeds["ddp"]) for speed in speeds["fsdp"]]
     return [
         *(case(f"{size.name}, {ranks} ranks: {n}", s, "steps/s") for n, s in speeds.items()),
         case(f"{size.name}, {ranks} ranks: fsdp / ddp", ratios, "ratio"),

@@ -55,7 +55,7 @@ class Trial:
     turn: int
     """steps of one turn"""
     turns: int
-    scaled: tuple[int, ...]
+    scaling_batches: tuple[int, ...]
     """graphs of a rank's batch in the runs whose scaling is measured"""
     warmup: int
     steps: int
@@ -64,9 +64,19 @@ class Trial:
 
 
 FULL = Trial(
-    4000, (64, 256), batch=32, turn=8, turns=25, scaled=(32, 128), warmup=10, steps=120, repeats=7
+    4000,
+    (64, 256),
+    batch=32,
+    turn=8,
+    turns=25,
+    scaling_batches=(32, 128),
+    warmup=10,
+    steps=120,
+    repeats=7,
 )
-QUICK = Trial(40, (8, 16), batch=4, turn=2, turns=2, scaled=(4,), warmup=2, steps=4, repeats=1)
+QUICK = Trial(
+    40, (8, 16), batch=4, turn=2, turns=2, scaling_batches=(4,), warmup=2, steps=4, repeats=1
+)
 
 
 def main() -> None:
@@ -77,31 +87,33 @@ def main() -> None:
         type=int,
         action="append",
         metavar="GRAPHS",
-        help=f"a rank's batch where scaling is measured; default: {' and '.join(map(str, FULL.scaled))}",
+        help=f"a rank's batch where scaling is measured; default: {' and '.join(map(str, FULL.scaling_batches))}",
     )
-    parsed = words.parse_args()
-    chosen = options(parsed)
-    trial = QUICK if chosen.quick else FULL
-    scaled = tuple(parsed.scaled or trial.scaled)
-    trial = replace(trial, repeats=parsed.repeats or trial.repeats, scaled=scaled)
+    arguments = words.parse_args()
+    run_options = options(arguments)
+    trial = QUICK if run_options.quick else FULL
+    scaling_batches = tuple(arguments.scaled or trial.scaling_batches)
+    trial = replace(
+        trial, repeats=arguments.repeats or trial.repeats, scaling_batches=scaling_batches
+    )
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         base = overrides(trial, Path(folder))
         cases = throughput(trial, base, Path(folder))
-        for batch in trial.scaled:
+        for batch in trial.scaling_batches:
             cases += scaling(trial, batch, base, Path(folder))
-    publish("graphs", cases, chosen, threads_per_rank=1)
+    publish("graphs", cases, run_options, threads_per_rank=1)
 
 
 def overrides(trial: Trial, folder: Path) -> list[str]:
     """The config of every run; its causal sets are made."""
-    least, most = trial.points
+    min_points, max_points = trial.points
     base = [
         "task=graph",
         f"data.path={folder / 'sets'}",
         f"data.causal_sets.sets={trial.sets}",
-        f"data.causal_sets.min_points={least}",
-        f"data.causal_sets.max_points={most}",
+        f"data.causal_sets.min_points={min_points}",
+        f"data.causal_sets.max_points={max_points}",
         "device=cpu",
         f"record.log_interval={trial.warmup}",
         f"train.batch_size={trial.batch}",
@@ -119,62 +131,65 @@ def overrides(trial: Trial, folder: Path) -> list[str]:
 def throughput(trial: Trial, base: list[str], folder: Path) -> list[Case]:
     """Graphs per second of both loops, and their ratio turn by turn."""
     steps = trial.turn * (trial.turns + 1)
-    prepared = preflight(load_config(None, [*base, f"train.until=[{steps}it]"]), 1)
+    prepared_run = preflight(load_config(None, [*base, f"train.until=[{steps}it]"]), 1)
     rates: dict[str, list[float]] = {"instar": [], "bare": []}
-    with closing(trainer(prepared, folder)) as ours:
-        takes: dict[str, Callable[[], None]] = {"instar": ours.step}
-        bare = bare_steps(prepared, steps)
+    with closing(trainer(prepared_run, folder)) as instar_trainer:
+        takes: dict[str, Callable[[], None]] = {"instar": instar_trainer.step}
+        bare = bare_steps(prepared_run, steps)
         takes["bare"] = lambda: next(bare)
         for name in takes:
-            timed(takes[name], trial.turn)
+            time_steps(takes[name], trial.turn)
         for turn in range(trial.turns):
             for name in random.Random(turn).sample(list(takes), 2):
-                rates[name].append(trial.turn * trial.batch / timed(takes[name], trial.turn))
-    said = f"{trial.batch} graphs of {trial.points[0]} to {trial.points[1]} points"
+                rates[name].append(trial.turn * trial.batch / time_steps(takes[name], trial.turn))
+    title = f"{trial.batch} graphs of {trial.points[0]} to {trial.points[1]} points"
     return [
-        case(f"{said}: Instar", rates["instar"], "graphs/s"),
-        case(f"{said}: bare PyTorch Geometric loop", rates["bare"], "graphs/s"),
-        case(f"{said}: Instar / bare", ratios(rates["instar"], rates["bare"]), "ratio", least=0.98),
+        case(f"{title}: Instar", rates["instar"], "graphs/s"),
+        case(f"{title}: bare PyTorch Geometric loop", rates["bare"], "graphs/s"),
+        case(
+            f"{title}: Instar / bare", ratios(rates["instar"], rates["bare"]), "ratio", least=0.98
+        ),
     ]
 
 
-def timed(step: Callable[[], None], times: int) -> float:
-    begun = time.perf_counter()
+def time_steps(step: Callable[[], None], times: int) -> float:
+    start = time.perf_counter()
     for _ in range(times):
         step()
-    return time.perf_counter() - begun
+    return time.perf_counter() - start
 
 
-def trainer(prepared: Prepared, folder: Path) -> Trainer:
+def trainer(prepared_run: Prepared, folder: Path) -> Trainer:
     run_dir = folder / "run"
     run_dir.mkdir()
     world = World(0, 0, 1, torch.device("cpu"), "none")
     return build_trainer(
-        prepared,
+        prepared_run,
         world,
         RunOutputs(StopSignal(), Silent(), silent_console(), RankLog(0), RunDir(run_dir)),
     )
 
 
-def bare_steps(prepared: Prepared, steps: int) -> Iterator[None]:
+def bare_steps(prepared_run: Prepared, steps: int) -> Iterator[None]:
     """What a plain script does with the same network, on the graphs that Instar takes at each step."""
-    config = prepared.config
-    task = prepared.spec.task(config)
+    config = prepared_run.config
+    task = prepared_run.spec.task(config)
     assert isinstance(task, GraphTask)
     assert isinstance(config, GraphConfig)
     source, order = task.train_samples()
-    each = config.train.batch_size
-    epochs = -(-steps * each // order.samples_per_epoch)
-    wanted = [
-        order.indices(epoch, begin, min(begin + each, order.samples_per_epoch))
+    batch_size = config.train.batch_size
+    epochs = -(-steps * batch_size // order.samples_per_epoch)
+    index_batches = [
+        order.indices(epoch, begin, min(begin + batch_size, order.samples_per_epoch))
         for epoch in range(epochs)
-        for begin in range(0, order.samples_per_epoch, each)
+        for begin in range(0, order.samples_per_epoch, batch_size)
     ][:steps]
     graphs = {
-        int(n): graph_of(source.read(np.array([n]))) for n in np.unique(np.concatenate(wanted))
+        int(n): graph_of(source.read(np.array([n])))
+        for n in np.unique(np.concatenate(index_batches))
     }
     numbers = {n: place for place, n in enumerate(graphs)}
-    batches = [[numbers[int(n)] for n in batch] for batch in wanted]
+    batches = [[numbers[int(n)] for n in batch] for batch in index_batches]
     loader = DataLoader(list(graphs.values()), batch_sampler=batches)
     model, kind = task.build(), config.optimizer
     parameters = dict(model.named_parameters())
@@ -187,8 +202,8 @@ def bare_steps(prepared: Prepared, steps: int) -> Iterator[None]:
     clip = config.train.clip or float("inf")
     heads = [head.outputs for head in config.model.heads]
     for batch in loader:
-        said = model(batch.x, batch.edge_index.T, batch.ptr)
-        loss = loss_of(config, torch.split(said, heads, dim=-1), batch)
+        outputs = model(batch.x, batch.edge_index.T, batch.ptr)
+        loss = loss_of(config, torch.split(outputs, heads, dim=-1), batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
@@ -196,11 +211,11 @@ def bare_steps(prepared: Prepared, steps: int) -> Iterator[None]:
         yield
 
 
-def loss_of(config: GraphConfig, said: tuple[Tensor, ...], batch: Any) -> Tensor:
+def loss_of(config: GraphConfig, outputs: tuple[Tensor, ...], batch: Any) -> Tensor:
     """The mean over graphs of the heads' losses, as the task has it."""
     functional = torch.nn.functional
     total = torch.zeros(())
-    for head, of_head in zip(config.model.heads, said, strict=True):
+    for head, of_head in zip(config.model.heads, outputs, strict=True):
         target = batch[head.column]
         if head.kind == "classification":
             losses = functional.cross_entropy(of_head, target, ignore_index=-1, reduction="sum")
@@ -212,36 +227,36 @@ def loss_of(config: GraphConfig, said: tuple[Tensor, ...], batch: Any) -> Tensor
 
 def graph_of(columns: Any) -> Data:
     """One graph as PyTorch Geometric has it."""
-    kept = {}
+    tensors = {}
     for name, column in columns.items():
         array = column.flat if isinstance(column, Ragged) else column
-        kept[name] = torch.from_numpy(np.array(array))
-    edges = kept.pop("edges").reshape(-1, 2)
-    x = kept.pop("x")
-    return Data(x=x.reshape(-1, x.shape[-1]), edge_index=edges.T.contiguous(), **kept)
+        tensors[name] = torch.from_numpy(np.array(array))
+    edges = tensors.pop("edges").reshape(-1, 2)
+    x = tensors.pop("x")
+    return Data(x=x.reshape(-1, x.shape[-1]), edge_index=edges.T.contiguous(), **tensors)
 
 
 def scaling(trial: Trial, batch: int, base: list[str], folder: Path) -> list[Case]:
     steps = max(2 * trial.warmup, trial.steps * trial.batch // batch)
     size = Size("graphs", (), batch, 1, trial.warmup, steps, trial.repeats)
-    told = [*base, f"train.batch_size={batch}", f"train.until=[{trial.warmup + steps}it]"]
+    run_overrides = [*base, f"train.batch_size={batch}", f"train.until=[{trial.warmup + steps}it]"]
     arrangements = {"beside": (2, 1), "together": (1, 2)}
     rates: dict[str, list[float]] = {name: [] for name in arrangements}
     for repeat in range(trial.repeats):
         for name in random.Random(repeat).sample(list(arrangements), 2):
             copies, ranks = arrangements[name]
-            rates[name].append(pace(size, told, folder, copies=copies, ranks=ranks).rate)
-        said = statistics.median(ratios(rates["together"], rates["beside"], 2))
+            rates[name].append(pace(size, run_overrides, folder, copies=copies, ranks=ranks).rate)
+        efficiency = statistics.median(ratios(rates["together"], rates["beside"], 2))
         print(
-            f"{batch} graphs, {repeat + 1} of {trial.repeats}: efficiency {said:.3f}",
+            f"{batch} graphs, {repeat + 1} of {trial.repeats}: efficiency {efficiency:.3f}",
             file=sys.stderr,
         )
-    each = f"{batch} graphs per rank"
+    title = f"{batch} graphs per rank"
     return [
-        case(f"{each}: T(1), beside 1 independent", rates["beside"], "graphs/s"),
-        case(f"{each}: T(2)", rates["together"], "graphs/s"),
+        case(f"{title}: T(1), beside 1 independent", rates["beside"], "graphs/s"),
+        case(f"{title}: T(2)", rates["together"], "graphs/s"),
         case(
-            f"{each}: T(2) / 2 T(1), beside",
+            f"{title}: T(2) / 2 T(1), beside",
             ratios(rates["together"], rates["beside"], 2),
             "ratio",
             least=0.95,

@@ -42,7 +42,7 @@ from loaders import LOADERS, Asked, as_generator, make_data
 from logs import STEP
 from pauses import Size, trainer_of
 from report import HISTORY, RESULTS, Case, case, number, options, parser, publish
-from startup import TEN_M, TINY, ended, instar, memory, sets
+from startup import TEN_M, TINY, instar, memory, run_command, sets
 from throughput import gpt
 
 BOUNDS = {
@@ -85,8 +85,8 @@ print(json.dumps({"opened": len(files), "modules": sorted(sys.modules)}))
 
 
 def main() -> None:
-    chosen = options(parser(__doc__).parse_args())
-    quick = chosen.quick
+    run_options = options(parser(__doc__).parse_args())
+    quick = run_options.quick
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
@@ -102,28 +102,30 @@ def main() -> None:
             *seeking(3 if quick else 200),
             *loading(folder, 2 if quick else 40),
         ]
-    before = history.read((chosen.results or RESULTS) / HISTORY, "guards")
-    publish("guards", cases, chosen)
-    if chosen.results == RESULTS:
+    before = history.read((run_options.results or RESULTS) / HISTORY, "guards")
+    publish("guards", cases, run_options)
+    if run_options.results == RESULTS:
         summary.main()
     if not quick:
         sys.exit(worse(cases, before))
 
 
-def guarded(name: str, figures: Sequence[float], unit: str = "ratio") -> Case:
+def guarded_case(name: str, figures: Sequence[float], unit: str = "ratio") -> Case:
     return case(name, figures, unit, most=BOUNDS[name])
 
 
 def worse(cases: Sequence[Case], entries: Sequence[history.Entry]) -> str | None:
     """What to say of figures beyond their bounds; None: there are none."""
     lines = []
-    for each in cases:
-        if each.ok is False:
-            lines.append(f"worse: {each.case}: {number(each.figure)}, the bound is {each.bar}")
+    for result in cases:
+        if result.ok is False:
+            lines.append(
+                f"worse: {result.case}: {number(result.figure)}, the bound is {result.bar}"
+            )
             lines += [
-                f"  {entry.date[:10]}  {entry.commit}  {entry.cases[each.case]}"
-                for entry in (history.alike(entries) if entries else [])
-                if each.case in entry.cases
+                f"  {entry.date[:10]}  {entry.commit}  {entry.cases[result.case]}"
+                for entry in (history.comparable_entries(entries) if entries else [])
+                if result.case in entry.cases
             ]
     return "\n".join(lines) or None
 
@@ -131,73 +133,81 @@ def worse(cases: Sequence[Case], entries: Sequence[history.Entry]) -> str | None
 def help_(repeats: int) -> Iterator[Case]:
     """What the command does before it answers."""
     name = "instar --help"
-    counted("--help")  # compiles the modules
-    found = counted("--help")
-    yield from imports(name, found)
-    of_torch = number_of(found["modules"], ["torch"])
-    yield guarded(f"{name}: modules of torch imported", [of_torch], "modules")
-    ours, empty = [], []
+    count_imports("--help")  # compiles the modules
+    counts = count_imports("--help")
+    yield from imports(name, counts)
+    of_torch = number_of(counts["modules"], ["torch"])
+    yield guarded_case(f"{name}: modules of torch imported", [of_torch], "modules")
+    command_times, empty = [], []
     for _ in range(repeats):
-        ours.append(processor_s(lambda: ended(instar("--help"))))
-        empty.append(processor_s(lambda: ended([sys.executable, "-c", ""])))
-    yield guarded(f"{name} / an empty script, processor time", ratios(ours, empty))
+        command_times.append(processor_s(lambda: run_command(instar("--help"))))
+        empty.append(processor_s(lambda: run_command([sys.executable, "-c", ""])))
+    yield guarded_case(f"{name} / an empty script, processor time", ratios(command_times, empty))
 
 
 def training(overrides: Sequence[str], folder: Path) -> Iterator[Case]:
     """What a run imports and opens until its end, after its tokens were made."""
     name = "instar train"
     for turn in ("first", "counted"):
-        found = counted("train", *sets([*overrides, f"record.run_dir={folder / turn}"]))
-    yield from imports(name, found)
-    compiler = number_of(found["modules"], COMPILER)
-    yield guarded(f"{name}: modules of torch's compiler imported", [compiler], "modules")
+        counts = count_imports("train", *sets([*overrides, f"record.run_dir={folder / turn}"]))
+    yield from imports(name, counts)
+    compiler = number_of(counts["modules"], COMPILER)
+    yield guarded_case(f"{name}: modules of torch's compiler imported", [compiler], "modules")
 
 
-def imports(name: str, found: dict[str, Any]) -> Iterator[Case]:
-    yield guarded(f"{name}: modules imported", [len(found["modules"])], "modules")
-    yield guarded(f"{name}: files opened, without metadata of packages", [found["opened"]], "files")
+def imports(name: str, counts: dict[str, Any]) -> Iterator[Case]:
+    yield guarded_case(f"{name}: modules imported", [len(counts["modules"])], "modules")
+    yield guarded_case(
+        f"{name}: files opened, without metadata of packages", [counts["opened"]], "files"
+    )
 
 
-def counted(*words: str) -> dict[str, Any]:
+def count_imports(*words: str) -> dict[str, Any]:
     """Modules in the process of a command at its end, and how many files it opened."""
-    said = ended([sys.executable, "-c", COUNTED, *words]).output
-    found: dict[str, Any] = json.loads(said.splitlines()[-1])
-    return found
+    output = run_command([sys.executable, "-c", COUNTED, *words]).output
+    counts: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return counts
 
 
 def number_of(modules: Sequence[str], packages: Sequence[str]) -> int:
     """How many of the modules are these packages, or in them."""
-    return sum(any(f"{name}.".startswith(f"{each}.") for each in packages) for name in modules)
+    return sum(
+        any(f"{name}.".startswith(f"{package}.") for package in packages) for name in modules
+    )
 
 
 def steps(folder: Path, turns: int) -> Iterator[Case]:
     """A step of the trainer against one of a bare loop, on the same model and batch, in turns."""
     (folder / "loop").mkdir()
-    with closing(trainer_of(Size("loop", STEP_MODEL, 1, 1), folder / "loop", quick=True)) as ours:
-        bare = bare_step(ours)
-        works = {"ours": ours.step, "bare": bare}
+    with closing(
+        trainer_of(Size("loop", STEP_MODEL, 1, 1), folder / "loop", quick=True)
+    ) as trainer:
+        bare = bare_step(trainer)
+        works = {"ours": trainer.step, "bare": bare}
         for work in works.values():
             for _ in range(5):
                 work()
         operators = {name: operators_of(work) for name, work in works.items()}
-        taken: dict[str, list[float]] = {name: [] for name in works}
+        seconds: dict[str, list[float]] = {name: [] for name in works}
         for turn in range(turns):
             for name in random.Random(turn).sample(list(works), 2):
-                taken[name].append(processor_s(lambda name=name: repeated(works[name], 10)))
-    yield guarded("a step: operators, Instar / bare loop", [operators["ours"] / operators["bare"]])
-    yield guarded(
-        "a step: processor time, Instar / bare loop", ratios(taken["ours"], taken["bare"])
+                seconds[name].append(processor_s(lambda name=name: repeat(works[name], 10)))
+    yield guarded_case(
+        "a step: operators, Instar / bare loop", [operators["ours"] / operators["bare"]]
+    )
+    yield guarded_case(
+        "a step: processor time, Instar / bare loop", ratios(seconds["ours"], seconds["bare"])
     )
 
 
-def bare_step(ours: Trainer) -> Callable[[], None]:
+def bare_step(trainer: Trainer) -> Callable[[], None]:
     """A step of a plain loop with the trainer's model, without its weights."""
-    spec: Any = ours.parts.task
+    spec: Any = trainer.parts.task
     arch: Architecture = spec.architecture
     model = GPT(arch)
     model.init_weights(seed=1337)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    batch = ours.parts.config.train.batch_size
+    batch = trainer.parts.config.train.batch_size
     tokens = torch.randint(arch.vocab_size, (batch, arch.context + 1))
 
     def step() -> None:
@@ -212,24 +222,24 @@ def bare_step(ours: Trainer) -> Callable[[], None]:
 
 def operators_of(work: Callable[[], object]) -> int:
     """Operators of torch that it calls, also inside others."""
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
         work()
-    return len(seen.events() or ())
+    return len(profiler.events() or ())
 
 
 def two_ranks(overrides: Sequence[str], folder: Path) -> Iterator[Case]:
     """Operators and collectives of a step under DDP, in the trace of rank 0."""
-    run, traced = folder / "ranks", 4
+    run, step_count = folder / "ranks", 4
     length = ["train.until=[12it]", "train.gradient_accumulation_steps=2", f"record.run_dir={run}"]
-    words = ["--nproc", "2", "--profile", f"{traced}it", *sets([*overrides, *length])]
-    ended(instar("train", *words))
+    words = ["--nproc", "2", "--profile", f"{step_count}it", *sets([*overrides, *length])]
+    run_command(instar("train", *words))
     with gzip.open(run / "profile" / "rank_0.json.gz") as file:
         events = json.load(file)["traceEvents"]
     names = [event["name"] for event in events if event.get("cat") == "cpu_op"]
     title = "a step of two ranks"
-    yield guarded(f"{title}: operators on a rank", [len(names) / traced], "operators")
-    meetings = names.count("c10d::allreduce_") / traced
-    yield guarded(f"{title}: all-reduces", [meetings], "all-reduces")
+    yield guarded_case(f"{title}: operators on a rank", [len(names) / step_count], "operators")
+    meetings = names.count("c10d::allreduce_") / step_count
+    yield guarded_case(f"{title}: all-reduces", [meetings], "all-reduces")
 
 
 def logging(folder: Path, calls: int) -> Iterator[Case]:
@@ -237,25 +247,25 @@ def logging(folder: Path, calls: int) -> Iterator[Case]:
     plain = {"step": 1, "loss": 5.2, "lr": 1e-3, "tokens": 1000, "norm": 1.5, "time": 1.7e9}
     file = os.open(folder / "plain.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     with Recorder(folder / "written.jsonl") as recorder:
-        taken = in_turns(
-            lambda: repeated(lambda: recorder.write(STEP), 20),
-            lambda: repeated(lambda: os.write(file, json.dumps(plain).encode() + b"\n"), 20),
+        time_ratios = in_turns(
+            lambda: repeat(lambda: recorder.write(STEP), 20),
+            lambda: repeat(lambda: os.write(file, json.dumps(plain).encode() + b"\n"), 20),
             max(2, calls // 20),
         )
     os.close(file)
-    yield guarded("a log call / a plain one, processor time", taken)
+    yield guarded_case("a log call / a plain one, processor time", time_ratios)
 
 
 def seeking(repeats: int) -> Iterator[Case]:
     """A batch at 90 % of an epoch of 10⁹ samples against a permutation of as many numbers."""
     samples, batch = 10**9, 4096
-    at, drawn = samples * 9 // 10, np.random.default_rng(1)
-    taken = in_turns(
+    at, rng = samples * 9 // 10, np.random.default_rng(1)
+    time_ratios = in_turns(
         lambda: Shuffled(samples, seed=1).indices(3, at, at + batch),
-        lambda: drawn.permutation(batch),
+        lambda: rng.permutation(batch),
         repeats,
     )
-    yield guarded("seek in 10⁹ samples / permutation of a batch, processor time", taken)
+    yield guarded_case("seek in 10⁹ samples / permutation of a batch, processor time", time_ratios)
 
 
 def loading(folder: Path, turns: int) -> Iterator[Case]:
@@ -265,59 +275,61 @@ def loading(folder: Path, turns: int) -> Iterator[Case]:
     """
     batch, context, batches = 32, 1024, 8
     make_data(folder / "windows", 4_000_000, context)
-    asked = Asked(
+    request = Asked(
         SHUFFLED, str(folder / "windows"), batch, context, turns=1, seconds=1, copy_bytes=0
     )
     with ExitStack() as stack:
-        ours, theirs = (
-            stack.enter_context(closing(as_generator(LOADERS[name](asked))))
+        instar_pairs, item_pairs = (
+            stack.enter_context(closing(as_generator(LOADERS[name](request))))
             for name in (SHUFFLED, BY_ITEM)
         )
-        for pairs in (ours, theirs):
-            repeated(lambda pairs=pairs: next(pairs), batches)
-        taken = in_turns(
-            lambda: repeated(lambda: next(ours), batches),
-            lambda: repeated(lambda: next(theirs), batches),
+        for pairs in (instar_pairs, item_pairs):
+            repeat(lambda pairs=pairs: next(pairs), batches)
+        time_ratios = in_turns(
+            lambda: repeat(lambda: next(instar_pairs), batches),
+            lambda: repeat(lambda: next(item_pairs), batches),
             turns,
         )
-    yield guarded("loading, shuffled / DataLoader by item, processor time", taken)
+    yield guarded_case("loading, shuffled / DataLoader by item, processor time", time_ratios)
 
 
 def peak(overrides: Sequence[str], folder: Path) -> Iterator[Case]:
     """Of whole processes, after two steps."""
-    found = memory("10 M parameters", overrides, folder, repeats=1, steps=2)
+    memory_cases = memory("10 M parameters", overrides, folder, repeats=1, steps=2)
     name = "10 M parameters: peak memory, instar train / bare loop"
-    yield guarded(name, [each.figure for each in found if each.case == name])
+    yield guarded_case(name, [entry.figure for entry in memory_cases if entry.case == name])
 
 
-def in_turns(ours: Callable[[], object], theirs: Callable[[], object], turns: int) -> list[float]:
+def in_turns(
+    work: Callable[[], object], reference: Callable[[], object], turns: int
+) -> list[float]:
     """Ratios of processor times; who comes first is drawn."""
-    taken: dict[bool, list[float]] = {True: [], False: []}
+    seconds: dict[bool, list[float]] = {True: [], False: []}
     for turn in range(turns):
-        for mine in random.Random(turn).sample([True, False], 2):
-            taken[mine].append(processor_s(ours if mine else theirs))
-    return ratios(taken[True], taken[False])
+        for is_work in random.Random(turn).sample([True, False], 2):
+            seconds[is_work].append(processor_s(work if is_work else reference))
+    return ratios(seconds[True], seconds[False])
 
 
-def repeated(work: Callable[[], object], times: int) -> None:
+def repeat(work: Callable[[], object], times: int) -> None:
     for _ in range(times):
         work()
 
 
-def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    return [one / other for one, other in zip(ours, theirs, strict=True)]
+def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
+    return [numerator / other for numerator, other in zip(numerators, denominators, strict=True)]
 
 
 def processor_s(work: Callable[[], object]) -> float:
     """Processor time of this process, all its threads and the processes that it waited for."""
-    begun = _processor_s()
+    start = _processor_s()
     work()
-    return _processor_s() - begun
+    return _processor_s() - start
 
 
 def _processor_s() -> float:
-    waited = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + waited.ru_utime + waited.ru_stime
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
 
 
 if __name__ == "__main__":

@@ -54,8 +54,8 @@ class Figure:
     bar: str | None
 
     def __str__(self) -> str:
-        told = self.spread > 1e-3 * abs(self.figure)
-        spread = f" ± {_brief(float(f'{self.spread:.2g}'))}" if told else ""
+        shows_spread = self.spread > 1e-3 * abs(self.figure)
+        spread = f" ± {_brief(float(f'{self.spread:.2g}'))}" if shows_spread else ""
         return f"{_brief(self.figure)}{spread}"
 
 
@@ -95,18 +95,20 @@ class Change:
 
 
 def main() -> None:
-    asked = argparse.ArgumentParser(
+    command_line = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    asked.add_argument("names", nargs="*", metavar="NAME", help="benchmarks; default: all")
-    asked.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="of the JSON")
-    parsed = asked.parse_args()
-    folder = parsed.results / HISTORY
-    there = sorted(path.stem for path in folder.glob("*.jsonl"))
-    if unknown := [name for name in parsed.names if name not in there]:
-        sys.exit(f"no history of {', '.join(unknown)}; there is one of {', '.join(there)}")
-    for name in parsed.names or there:
-        if lines := described(name, read(folder, name), all_cases=bool(parsed.names)):
+    command_line.add_argument("names", nargs="*", metavar="NAME", help="benchmarks; default: all")
+    command_line.add_argument(
+        "--results", type=Path, default=RESULTS, metavar="DIR", help="of the JSON"
+    )
+    arguments = command_line.parse_args()
+    folder = arguments.results / HISTORY
+    known_names = sorted(path.stem for path in folder.glob("*.jsonl"))
+    if unknown := [name for name in arguments.names if name not in known_names]:
+        sys.exit(f"no history of {', '.join(unknown)}; there is one of {', '.join(known_names)}")
+    for name in arguments.names or known_names:
+        if lines := describe(name, read(folder, name), all_cases=bool(arguments.names)):
             print("\n".join(lines), end="\n\n")
 
 
@@ -138,10 +140,10 @@ def _entry(line: dict[str, Any]) -> Entry:
     )
 
 
-def alike(entries: Sequence[Entry], last: int = SHOWN) -> list[Entry]:
+def comparable_entries(entries: Sequence[Entry], last: int = SHOWN) -> list[Entry]:
     """Those of the machine of the newest entry, at most `last` of them, oldest first."""
-    found = [entry for entry in entries if entry.machine.comparable(entries[-1].machine)]
-    return found[-last:]
+    matches = [entry for entry in entries if entry.machine.comparable(entries[-1].machine)]
+    return matches[-last:]
 
 
 def change(entries: Sequence[Entry], case: str) -> Change | None:
@@ -150,30 +152,30 @@ def change(entries: Sequence[Entry], case: str) -> Change | None:
     if len(figures) < 2 or case not in entries[-1].cases:
         return None
     before, after = figures[-2:]
-    apart = abs(after.figure - before.figure)
+    difference = abs(after.figure - before.figure)
     chance = max(before.spread + after.spread, CHANCE * abs(before.figure))
-    return Change(before, after) if apart > chance else None
+    return Change(before, after) if difference > chance else None
 
 
-def described(name: str, entries: Sequence[Entry], *, all_cases: bool) -> list[str]:
+def describe(name: str, entries: Sequence[Entry], *, all_cases: bool) -> list[str]:
     """Lines of text; none if nothing changed and only changes are asked for."""
-    shown = alike(entries)
-    changes = {case: change(shown, case) for case in shown[-1].cases}
+    recent = comparable_entries(entries)
+    changes = {case: change(recent, case) for case in recent[-1].cases}
     rows = [
-        (case, *(str(entry.cases.get(case, "")) for entry in shown), str(found or ""))
-        for case, found in changes.items()
-        if found or all_cases
+        (case, *(str(entry.cases.get(case, "")) for entry in recent), str(case_change or ""))
+        for case, case_change in changes.items()
+        if case_change or all_cases
     ]
     if not rows:
         return []
     heads = [
-        ("", *(entry.commit for entry in shown), ""),
-        ("", *(entry.date[:10] for entry in shown), ""),
-        ("case", *(f"load {_load(entry)}" for entry in shown), "change"),
+        ("", *(entry.commit for entry in recent), ""),
+        ("", *(entry.date[:10] for entry in recent), ""),
+        ("case", *(f"load {_load(entry)}" for entry in recent), "change"),
     ]
     widths = [max(len(row[column]) for row in [*heads, *rows]) for column in range(len(heads[0]))]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in [*heads, *rows]]
-    return [f"{name}: {shown[-1].machine}", *lines]
+    return [f"{name}: {recent[-1].machine}", *lines]
 
 
 def _brief(value: float) -> str:

@@ -72,19 +72,19 @@ def make_data(folder: Path, tokens: int, context: int) -> None:
     import datasets
     import pyarrow
 
-    drawn = np.random.default_rng(1).integers(VOCABULARY, size=tokens, dtype=np.uint16)
-    with atomic_dir(folder / "shards") as aside:
-        writer = ShardWriter(aside, "train", "random", VOCABULARY)
-        writer.append(drawn)
+    random_tokens = np.random.default_rng(1).integers(VOCABULARY, size=tokens, dtype=np.uint16)
+    with atomic_dir(folder / "shards") as new_folder:
+        writer = ShardWriter(new_folder, "train", "random", VOCABULARY)
+        writer.append(random_tokens)
         write_record(
-            aside,
+            new_folder,
             tokenizer=TokenizerRecord("random", "random"),
             vocab_size=VOCABULARY,
             splits={"train": writer.close()},
             source={},
         )
     starts = np.arange((tokens - 1) // context) * context
-    rows = np.lib.stride_tricks.sliding_window_view(drawn, context + 1)[starts]
+    rows = np.lib.stride_tricks.sliding_window_view(random_tokens, context + 1)[starts]
     column = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(rows.reshape(-1)), context + 1)
     features = datasets.Features(
         {"tokens": datasets.List(datasets.Value("uint16"), length=context + 1)}
@@ -97,8 +97,8 @@ def make_data(folder: Path, tokens: int, context: int) -> None:
 class Windows(Dataset[Pair]):
     """One window of a memory-mapped file of tokens, made when it is asked for."""
 
-    def __init__(self, asked: Asked) -> None:
-        self.tokens, self.context = flat_tokens(asked), asked.context
+    def __init__(self, request: Asked) -> None:
+        self.tokens, self.context = flat_tokens(request), request.context
 
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.context
@@ -109,9 +109,9 @@ class Windows(Dataset[Pair]):
         return tokens[:-1], tokens[1:]
 
 
-def flat_tokens(asked: Asked) -> NDArray[np.uint16]:
+def flat_tokens(request: Asked) -> NDArray[np.uint16]:
     """All tokens as a file without shards, which is what the others' recipes read."""
-    return np.memmap(flat_file(Path(asked.folder)), dtype=np.uint16, mode="r")
+    return np.memmap(flat_file(Path(request.folder)), dtype=np.uint16, mode="r")
 
 
 def flat_file(folder: Path) -> Path:
@@ -123,22 +123,22 @@ def flat_file(folder: Path) -> Path:
     return file
 
 
-def instar_feed(asked: Asked, order: Callable[[int], Order], *, prefetch: bool = False) -> Pairs:
+def instar_feed(request: Asked, order: Callable[[int], Order], *, prefetch: bool = False) -> Pairs:
     """Steps of one micro-batch, as a run on one rank takes them."""
     windows = TokenWindows(
-        open_dataset(Path(asked.folder) / "shards").split("train"), asked.context
+        open_dataset(Path(request.folder) / "shards").split("train"), request.context
     )
     cursor = 0
     with lone_feed(windows, order(len(windows)), prefetch=prefetch) as feed:
         while True:
-            step = feed.take(cursor, asked.batch, asked.batch)
+            step = feed.take(cursor, request.batch, request.batch)
             (micro,) = step.micro_batches
             tensors: Any = to_device(micro.arrays, CPU)
             yield tensors["inputs"], tensors["targets"]
             cursor += step.plan.count
 
 
-def shuffled(n: int) -> Order:
+def shuffled_order(n: int) -> Order:
     return Shuffled(n, seed=1)
 
 
@@ -158,14 +158,14 @@ def epochs_of(loader: Any, take: Callable[[Any], Pair]) -> Pairs:
         yield from map(take, loader)
 
 
-def of_workers(asked: Asked) -> dict[str, Any]:
-    return {"num_workers": asked.workers, "persistent_workers": asked.workers > 0}
+def of_workers(request: Asked) -> dict[str, Any]:
+    return {"num_workers": request.workers, "persistent_workers": request.workers > 0}
 
 
-def one_batch(asked: Asked) -> Pairs:
+def one_batch(request: Asked) -> Pairs:
     """One batch, copied over and over: what could be done if nothing had to be found or widened."""
     inputs, targets = (
-        torch.stack(part) for part in zip(*islice(Windows(asked), asked.batch), strict=True)
+        torch.stack(part) for part in zip(*islice(Windows(request), request.batch), strict=True)
     )
     copies = torch.empty_like(inputs), torch.empty_like(targets)
     while True:
@@ -174,107 +174,113 @@ def one_batch(asked: Asked) -> Pairs:
         yield copies
 
 
-def per_item(asked: Asked) -> Pairs:
-    loader = DataLoader(Windows(asked), batch_size=asked.batch, shuffle=True, **of_workers(asked))
-    return epochs_of(loader, tuple)
-
-
-def stateful(asked: Asked) -> Pairs:
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    loader: Any = StatefulDataLoader(
-        Windows(asked), batch_size=asked.batch, shuffle=True, **of_workers(asked)
+def per_item(request: Asked) -> Pairs:
+    loader = DataLoader(
+        Windows(request), batch_size=request.batch, shuffle=True, **of_workers(request)
     )
     return epochs_of(loader, tuple)
 
 
-def hf_map(asked: Asked) -> Pairs:
+def stateful(request: Asked) -> Pairs:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    loader: Any = StatefulDataLoader(
+        Windows(request), batch_size=request.batch, shuffle=True, **of_workers(request)
+    )
+    return epochs_of(loader, tuple)
+
+
+def hf_map(request: Asked) -> Pairs:
     """Whole batches are asked of the data set, which its documentation calls the faster way."""
-    rows: Any = hf_rows(asked)
-    sampler = BatchSampler(RandomSampler(rows), asked.batch, drop_last=False)
-    loader: Any = DataLoader(rows, sampler=sampler, batch_size=None, **of_workers(asked))
-    return epochs_of(loader, shifted)
+    rows: Any = hf_rows(request)
+    sampler = BatchSampler(RandomSampler(rows), request.batch, drop_last=False)
+    loader: Any = DataLoader(rows, sampler=sampler, batch_size=None, **of_workers(request))
+    return epochs_of(loader, shift)
 
 
-def hf_iterable(asked: Asked) -> Pairs:
+def hf_iterable(request: Asked) -> Pairs:
     """Not shuffled, which would cost it more."""
-    rows = hf_rows(asked).to_iterable_dataset(num_shards=8)
-    loader: Any = DataLoader(rows, batch_size=asked.batch, **of_workers(asked))
-    return epochs_of(loader, shifted)
+    rows = hf_rows(request).to_iterable_dataset(num_shards=8)
+    loader: Any = DataLoader(rows, batch_size=request.batch, **of_workers(request))
+    return epochs_of(loader, shift)
 
 
-def hf_rows(asked: Asked) -> Any:
+def hf_rows(request: Asked) -> Any:
     import datasets
 
-    return datasets.load_from_disk(Path(asked.folder) / "rows").with_format("torch")
+    return datasets.load_from_disk(Path(request.folder) / "rows").with_format("torch")
 
 
-def shifted(batch: dict[str, torch.Tensor]) -> Pair:
+def shift(batch: dict[str, torch.Tensor]) -> Pair:
     return batch["tokens"][:, :-1], batch["tokens"][:, 1:]
 
 
-def grain_map(asked: Asked, *, threads: int | None) -> Pairs:
+def grain_map(request: Asked, *, threads: int | None) -> Pairs:
     """With None for the threads, as many as grain takes of itself."""
     import grain
 
     options = grain.ReadOptions() if threads is None else grain.ReadOptions(threads, threads)
-    taken: Any = grain.MapDataset.source(GrainWindows(asked)).seed(1).shuffle().repeat()
-    taken = taken.batch(asked.batch).to_iter_dataset(options)
-    if asked.workers:
-        taken = taken.mp_prefetch(grain.MultiprocessingOptions(num_workers=asked.workers))
+    dataset: Any = grain.MapDataset.source(GrainWindows(request)).seed(1).shuffle().repeat()
+    dataset = dataset.batch(request.batch).to_iter_dataset(options)
+    if request.workers:
+        dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(num_workers=request.workers))
     return (
-        (torch.from_numpy(batch["inputs"]), torch.from_numpy(batch["targets"])) for batch in taken
+        (torch.from_numpy(batch["inputs"]), torch.from_numpy(batch["targets"])) for batch in dataset
     )
 
 
 class GrainWindows:
     """What grain calls a random access data source, of numpy arrays."""
 
-    def __init__(self, asked: Asked) -> None:
-        self.asked = asked
-        self.tokens = flat_tokens(asked)
+    def __init__(self, request: Asked) -> None:
+        self.request = request
+        self.tokens = flat_tokens(request)
 
     def __len__(self) -> int:
-        return (len(self.tokens) - 1) // self.asked.context
+        return (len(self.tokens) - 1) // self.request.context
 
     def __getitem__(self, index: int) -> dict[str, NDArray[np.int64]]:
-        context = self.asked.context
+        context = self.request.context
         window = self.tokens[index * context : (index + 1) * context + 1].astype(np.int64)
         return {"inputs": window[:-1], "targets": window[1:]}
 
     def __getstate__(self) -> Asked:
-        return self.asked
+        return self.request
 
-    def __setstate__(self, asked: Asked) -> None:
-        self.__init__(asked)  # type: ignore[misc]
+    def __setstate__(self, request: Asked) -> None:
+        self.__init__(request)  # type: ignore[misc]
 
 
 ONE_BATCH = "one batch copied, in the cache"
 LOADERS: dict[str, Callable[[Asked], Pairs]] = {
     ONE_BATCH: one_batch,
-    "Instar, shuffled": lambda asked: instar_feed(asked, shuffled),
-    "Instar, shuffled in blocks": lambda asked: instar_feed(asked, in_blocks),
-    "Instar, sequential": lambda asked: instar_feed(asked, Sequential),
-    "Instar, shuffled, read ahead": lambda asked: instar_feed(asked, shuffled, prefetch=True),
-    "Instar, sequential, read ahead": lambda asked: instar_feed(asked, Sequential, prefetch=True),
+    "Instar, shuffled": lambda request: instar_feed(request, shuffled_order),
+    "Instar, shuffled in blocks": lambda request: instar_feed(request, in_blocks),
+    "Instar, sequential": lambda request: instar_feed(request, Sequential),
+    "Instar, shuffled, read ahead": lambda request: instar_feed(
+        request, shuffled_order, prefetch=True
+    ),
+    "Instar, sequential, read ahead": lambda request: instar_feed(
+        request, Sequential, prefetch=True
+    ),
     "DataLoader, memmap by item": per_item,
     "DataLoader, HF data set": hf_map,
     "DataLoader, HF iterable": hf_iterable,
     "StatefulDataLoader, memmap by item": stateful,
-    "grain, its own threads": lambda asked: grain_map(asked, threads=None),
-    "grain, no threads": lambda asked: grain_map(asked, threads=0),
+    "grain, its own threads": lambda request: grain_map(request, threads=None),
+    "grain, no threads": lambda request: grain_map(request, threads=0),
 }
 
 
 def main() -> None:
-    asked = Asked(**json.loads(sys.argv[1]))
-    source, copy = (np.ones(asked.copy_bytes // 8, dtype=np.int64) for _ in range(2))
-    check(asked)
-    found = []
-    for _ in range(asked.turns):
-        copied = copying(source, copy, asked.seconds)
-        found.append((copied, loading(asked)))
-    print(json.dumps(found))
+    request = Asked(**json.loads(sys.argv[1]))
+    source, copy = (np.ones(request.copy_bytes // 8, dtype=np.int64) for _ in range(2))
+    check(request)
+    results = []
+    for _ in range(request.turns):
+        copy_rate = copying(source, copy, request.seconds)
+        results.append((copy_rate, loading(request)))
+    print(json.dumps(results))
 
 
 def copying(source: NDArray[np.int64], copy: NDArray[np.int64], seconds: float) -> float:
@@ -286,33 +292,35 @@ def copying(source: NDArray[np.int64], copy: NDArray[np.int64], seconds: float) 
     return copies * copy.nbytes / TOKEN_BYTES / (time.perf_counter() - begin) / 1e6
 
 
-def loading(asked: Asked) -> float:
+def loading(request: Asked) -> float:
     """Million tokens per second that a loader gives, once it runs."""
-    with closing(as_generator(LOADERS[asked.loader](asked))) as pairs:
+    with closing(as_generator(LOADERS[request.loader](request))) as pairs:
         for _ in range(WARM_UP_BATCHES):
             next(pairs)
         tokens, begin = 0, time.perf_counter()
-        while (taken := time.perf_counter() - begin) < asked.seconds:
+        while (seconds := time.perf_counter() - begin) < request.seconds:
             tokens += next(pairs)[0].numel()
-        return tokens / taken / 1e6
+        return tokens / seconds / 1e6
 
 
 def as_generator(pairs: Pairs) -> Generator[Pair]:
     yield from pairs
 
 
-def check(asked: Asked) -> None:
+def check(request: Asked) -> None:
     """Raises SystemExit unless what comes are windows of the data, ready to train on."""
-    tokens = torch.from_numpy(flat_tokens(asked).astype(np.int64))
-    starts = torch.arange((len(tokens) - 1) // asked.context) * asked.context
-    with closing(as_generator(LOADERS[asked.loader](asked))) as pairs:
+    tokens = torch.from_numpy(flat_tokens(request).astype(np.int64))
+    starts = torch.arange((len(tokens) - 1) // request.context) * request.context
+    with closing(as_generator(LOADERS[request.loader](request))) as pairs:
         for inputs, targets in islice(pairs, 2):
-            typed = inputs.dtype == targets.dtype == torch.int64
-            shaped = inputs.shape == targets.shape == (asked.batch, asked.context)
+            has_types = inputs.dtype == targets.dtype == torch.int64
+            has_shapes = inputs.shape == targets.shape == (request.batch, request.context)
             if not (
-                typed and shaped and all(map(partial(stands, tokens, starts), inputs, targets))
+                has_types
+                and has_shapes
+                and all(map(partial(stands, tokens, starts), inputs, targets))
             ):
-                sys.exit(f"{asked.loader} gave something that is no batch of windows of the data")
+                sys.exit(f"{request.loader} gave something that is no batch of windows of the data")
 
 
 def stands(

@@ -120,37 +120,40 @@ def main() -> None:
         metavar="N",
         help="processes that help the other loaders, which are also measured alone; 0: only that; default: 2",
     )
-    parsed = words.parse_args()
-    chosen = options(parsed)
-    size = QUICK if chosen.quick else replace(FULL, rounds=parsed.rounds or FULL.rounds)
+    arguments = words.parse_args()
+    run_options = options(arguments)
+    size = QUICK if run_options.quick else replace(FULL, rounds=arguments.rounds or FULL.rounds)
     missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         sys.exit(
             f"not installed: {', '.join(missing)}; pip install -c constraints.txt -e '.[bench]'"
         )
-    with tempfile.TemporaryDirectory(dir=parsed.work) as place:
+    with tempfile.TemporaryDirectory(dir=arguments.work) as place:
         folder = Path(place)
         cases = [
-            *speeds(size, folder, parsed.workers),
+            *speeds(size, folder, arguments.workers),
             *seeks(size, folder),
             *streams(size, folder),
             *memory(size, folder),
         ]
-    publish("loading", cases, chosen, libraries=NEEDS)
+    publish("loading", cases, run_options, libraries=NEEDS)
 
 
 def speeds(size: Size, folder: Path, workers: int) -> list[Case]:
     """All loaders in their own process, and then with worker processes, if any, those that have them."""
     loaders.make_data(folder, size.tokens, size.context)
     loaders.flat_file(folder)
-    ours = [name for name in size.loaders if name.startswith("Instar")]
-    theirs = [name for name in size.loaders if name not in (*ours, loaders.ONE_BATCH)]
-    alone = compete(size, folder, size.loaders, workers=0)
-    helped = compete(size, folder, theirs, workers) if workers else {}
-    copies = [copied for turns in alone.values() for copied, _ in turns]
-    rates = {name: [loaded for _, loaded in turns] for name, turns in alone.items()}
-    shares = {name: [loaded / copied for copied, loaded in turns] for name, turns in alone.items()}
-    best = max(theirs, key=lambda name: statistics.median(rates[name]))
+    instar_names = [name for name in size.loaders if name.startswith("Instar")]
+    other_names = [name for name in size.loaders if name not in (*instar_names, loaders.ONE_BATCH)]
+    single_process = compete(size, folder, size.loaders, workers=0)
+    with_workers = compete(size, folder, other_names, workers) if workers else {}
+    copies = [copy_rate for turns in single_process.values() for copy_rate, _ in turns]
+    rates = {name: [load_rate for _, load_rate in turns] for name, turns in single_process.items()}
+    shares = {
+        name: [load_rate / copy_rate for copy_rate, load_rate in turns]
+        for name, turns in single_process.items()
+    }
+    best = max(other_names, key=lambda name: statistics.median(rates[name]))
     title = f"{size.batch}×{size.context}"
     return [
         case(f"{title}: a plain copy of inputs and targets", copies, "Mtok/s"),
@@ -162,22 +165,22 @@ def speeds(size: Size, folder: Path, workers: int) -> list[Case]:
                 "ratio",
                 least=LEAST_AHEAD if "read ahead" in name else LEAST_SHARE,
             )
-            for name in ours
+            for name in instar_names
         ),
-        *(case(f"{title}: {name} / copy", shares[name], "ratio") for name in theirs),
+        *(case(f"{title}: {name} / copy", shares[name], "ratio") for name in other_names),
         case(
             f"{title}: {FOR_US} / {best}",
-            [us / them for us, them in zip(shares[FOR_US], shares[best], strict=True)],
+            [us / other for us, other in zip(shares[FOR_US], shares[best], strict=True)],
             "ratio",
             above=1.0,
         ),
         *(
             case(
                 f"{title}, {workers} worker processes: {name}",
-                [loaded for _, loaded in turns],
+                [load_rate for _, load_rate in turns],
                 "Mtok/s",
             )
-            for name, turns in helped.items()
+            for name, turns in with_workers.items()
         ),
     ]
 
@@ -186,10 +189,10 @@ def compete(
     size: Size, folder: Path, names: Sequence[str], workers: int
 ) -> Mapping[str, list[tuple[float, float]]]:
     """For each turn of each loader: Mtok/s of copying, and of the loader."""
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    rates: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for number in range(size.rounds):
         for name in random.Random(number).sample(names, len(names)):
-            asked = Asked(
+            request = Asked(
                 loader=name,
                 folder=str(folder),
                 batch=size.batch,
@@ -199,9 +202,11 @@ def compete(
                 copy_bytes=size.copy_bytes,
                 workers=workers,
             )
-            found[name] += [(copy, load) for copy, load in said_by(loaders.__file__, asked)]
+            rates[name] += [
+                (copy, load) for copy, load in json_output_of(loaders.__file__, request)
+            ]
         print(f"round {number + 1} of {size.rounds}, {workers} workers", file=sys.stderr)
-    return found
+    return rates
 
 
 def seeks(size: Size, folder: Path) -> list[Case]:
@@ -216,11 +221,11 @@ def seeks(size: Size, folder: Path) -> list[Case]:
         seek, little = (
             seeking.instar_seek(place, order, size.batch, size.context) for place in (huge, small)
         )
-        taken = [seeking.milliseconds(seek) for _ in range(size.seeks)]
+        milliseconds = [seeking.milliseconds(seek) for _ in range(size.seeks)]
         more = [seeking.traced_mb(seek) - seeking.traced_mb(little) for _ in range(size.seeks)]
         title = f"{order}: 90 % of an epoch of {size.epoch:,}"
         cases += [
-            case(f"{title}: first batch", taken, "ms", most=50),
+            case(f"{title}: first batch", milliseconds, "ms", most=50),
             case(
                 f"{title}: memory, over that of a 1000th",
                 [max(0.0, mb) for mb in more],
@@ -229,10 +234,10 @@ def seeks(size: Size, folder: Path) -> list[Case]:
             ),
         ]
     for name in size.seekers:
-        asked = Asked(name, str(rows), size.batch, 16, turns=size.seeks, seconds=0, copy_bytes=0)
-        taken = said_by(seeking.__file__, asked)
+        request = Asked(name, str(rows), size.batch, 16, turns=size.seeks, seconds=0, copy_bytes=0)
+        milliseconds = json_output_of(seeking.__file__, request)
         title = f"{name}: 90 % of an epoch of {size.others_epoch:,}"
-        cases.append(case(f"{title}: first batch", taken, "ms"))
+        cases.append(case(f"{title}: first batch", milliseconds, "ms"))
     return cases
 
 
@@ -241,14 +246,14 @@ def streams(size: Size, folder: Path) -> list[Case]:
     place = folder / "stream"
     data = seeking.make_stream(place, size.stream_documents, words=200)
     seek = seeking.stream_seek(data, place, size.context)
-    taken = [seeking.milliseconds(seek) / 1e3 for _ in range(size.seeks)]
+    seconds = [seeking.milliseconds(seek) / 1e3 for _ in range(size.seeks)]
     without = []
     for _ in range(min(3, size.seeks)):
         shutil.rmtree(place / POINTS_FOLDER)
         without.append(seeking.milliseconds(seek) / 1e3)
     title = f"the end of a stream of {size.stream_documents:,} documents"
     return [
-        case(f"{title}: first batch, with seek points", taken, "s"),
+        case(f"{title}: first batch, with seek points", seconds, "s"),
         case(f"{title}: first batch, read from its beginning", without, "s"),
     ]
 
@@ -259,24 +264,24 @@ def memory(size: Size, folder: Path) -> list[Case]:
     make_sparse(place, size.sparse_gb * GB // 2)
     words = [place, size.sparse_batches, size.batch, size.context]
     script = Path(__file__).with_name("sparse.py")
-    grown = said_by(str(script), *words)
+    growth = json_output_of(str(script), *words)
     title = f"{size.sparse_batches:,} random batches of {size.sparse_gb} GB: growth of"
     return [
-        case(f"{title} anonymous memory", [grown["anonymous"]], "MB"),
-        case(f"{title} mapped pages", [grown["file"]], "MB"),
-        case(f"{title} resident memory", [grown["all"]], "MB", most=200),
+        case(f"{title} anonymous memory", [growth["anonymous"]], "MB"),
+        case(f"{title} mapped pages", [growth["file"]], "MB"),
+        case(f"{title} resident memory", [growth["all"]], "MB", most=200),
     ]
 
 
-def said_by(script: str, *words: object) -> Any:
+def json_output_of(script: str, *words: object) -> Any:
     """What a script prints as JSON. Raises SystemExit where it fails."""
     texts = [json.dumps(asdict(word)) if isinstance(word, Asked) else str(word) for word in words]
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, script, *texts], capture_output=True, text=True, check=False
     )
-    if done.returncode:
-        sys.exit(f"{Path(script).name} {' '.join(texts)} failed:\n{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
+    if process.returncode:
+        sys.exit(f"{Path(script).name} {' '.join(texts)} failed:\n{process.stderr}")
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 if __name__ == "__main__":

@@ -54,26 +54,28 @@ STEP = Train(
 
 
 def main() -> None:
-    asked = parser(__doc__)
-    asked.add_argument(
+    command_line = parser(__doc__)
+    command_line.add_argument(
         "--work", type=Path, metavar="DIR", help="where the records are made, and kept"
     )
-    parsed = asked.parse_args()
-    chosen = options(parsed)
-    quick = chosen.quick
+    arguments = command_line.parse_args()
+    run_options = options(arguments)
+    quick = run_options.quick
     with tempfile.TemporaryDirectory() as place:
-        work = parsed.work or Path(place)
+        work = arguments.work or Path(place)
         cases = [
             *writing(work, 200 if quick else 20_000),
             *killing(work, 2 if quick else 30),
-            *listing(made(work / "listed", 10 if quick else 1000, 1000), 1 if quick else 5),
-            *comparing(made(work / "compared", 4 if quick else 100, 200 if quick else 100_000)),
-            *one_metric(made(work / "long", 1, 5000 if quick else 10_000_000)),
+            *listing(make_runs(work / "listed", 10 if quick else 1000, 1000), 1 if quick else 5),
+            *comparing(
+                make_runs(work / "compared", 4 if quick else 100, 200 if quick else 100_000)
+            ),
+            *one_metric(make_runs(work / "long", 1, 5000 if quick else 10_000_000)),
         ]
-    publish("logs", cases, chosen)
+    publish("logs", cases, run_options)
 
 
-def made(folder: Path, runs: int, steps: int) -> Path:
+def make_runs(folder: Path, runs: int, steps: int) -> Path:
     """A folder of runs, by a process for each core."""
     from concurrent.futures import ProcessPoolExecutor
 
@@ -92,22 +94,22 @@ def made(folder: Path, runs: int, steps: int) -> Path:
 def writing(work: Path, count: int) -> list[Case]:
     """One call of the recorder, from an event to bytes that outlive the process."""
     work.mkdir(exist_ok=True)
-    taken = []
+    microseconds = []
     with Recorder(work / "written.jsonl") as recorder:
         for _ in range(count):
             begin = time.perf_counter()
             recorder.write(STEP)
-            taken.append(1e6 * (time.perf_counter() - begin))
+            microseconds.append(1e6 * (time.perf_counter() - begin))
     (work / "written.jsonl").unlink()
     return [
-        case("one log call", taken, "µs", most=50),
-        case("one log call, 99th percentile", [sorted(taken)[count * 99 // 100]], "µs"),
+        case("one log call", microseconds, "µs", most=50),
+        case("one log call, 99th percentile", [sorted(microseconds)[count * 99 // 100]], "µs"),
     ]
 
 
 def killing(work: Path, kills: int) -> list[Case]:
     """Of the calls that had returned when SIGKILL came, how many are in the record."""
-    draw, shares, returned = random.Random(1), [], 0
+    draw, shares, call_count = random.Random(1), [], 0
     for _ in range(kills):
         path = work / "killed.jsonl"
         path.unlink(missing_ok=True)
@@ -115,18 +117,18 @@ def killing(work: Path, kills: int) -> list[Case]:
             [sys.executable, __file__, "write", str(path)], stdout=subprocess.PIPE
         )
         assert writer.stdout is not None
-        told = os.read(writer.stdout.fileno(), 1)
+        output = os.read(writer.stdout.fileno(), 1)
         time.sleep(draw.uniform(0, 0.2))
         writer.send_signal(signal.SIGKILL)
-        told += writer.stdout.read()
+        output += writer.stdout.read()
         writer.wait()
-        kept = sum(1 for _ in read_events(path))
-        shares.append(min(1.0, kept / len(told)))
-        returned += len(told)
+        record_count = sum(1 for _ in read_events(path))
+        shares.append(min(1.0, record_count / len(output)))
+        call_count += len(output)
     path.unlink()
     return [
         case("calls that SIGKILL left in the record", [100 * min(shares)], "%", least=100),
-        case("calls that had returned by then, all kills together", [float(returned)], "calls"),
+        case("calls that had returned by then, all kills together", [float(call_count)], "calls"),
     ]
 
 
@@ -139,39 +141,39 @@ def write_until_killed(path: Path) -> None:
 
 def listing(folder: Path, repeats: int) -> list[Case]:
     """What a list says of 1,000 runs of 1,000 steps, and the command that lists them."""
-    cold = [timed("list", folder, forget, evict)["seconds"] for _ in range(repeats)]
-    warm = [timed("list", folder)["seconds"] for _ in range(repeats)]
-    whole = commanded("list", folder, repeats)
+    cold = [time_work("list", folder, forget, evict)["seconds"] for _ in range(repeats)]
+    warm = [time_work("list", folder)["seconds"] for _ in range(repeats)]
+    seconds = time_command("list", folder, repeats)
     return [
         case("a glance at each of 1,000 runs, cold", cold, "s"),
         case("a glance at each of 1,000 runs, warm", warm, "s"),
-        case("instar logs list, 1,000 runs, cold", whole[True], "s", most=2),
-        case("instar logs list, 1,000 runs, warm", whole[False], "s", most=0.5),
+        case("instar logs list, 1,000 runs, cold", seconds[True], "s", most=2),
+        case("instar logs list, 1,000 runs, warm", seconds[False], "s", most=0.5),
     ]
 
 
-def commanded(name: str, folder: Path, repeats: int) -> dict[bool, list[float]]:
+def time_command(name: str, folder: Path, repeats: int) -> dict[bool, list[float]]:
     """Seconds of `instar logs NAME FOLDER`, cold (true) and warm."""
     command = [sys.executable, "-m", "instar.cli.main", "logs", name, str(folder), "--json"]
-    whole: dict[bool, list[float]] = {True: [], False: []}
+    seconds: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(repeats):
         forget(folder)
         evict(folder)
         for is_cold in (True, False):
             begin = time.perf_counter()
             subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
-            whole[is_cold].append(time.perf_counter() - begin)
-    return whole
+            seconds[is_cold].append(time.perf_counter() - begin)
+    return seconds
 
 
 def comparing(folder: Path) -> list[Case]:
     """The losses of 100 runs of 100,000 steps, and the command that compares them."""
-    cold = timed("compare", folder, forget, evict)
-    warm = [timed("compare", folder) for _ in range(3)]
-    whole = commanded("compare", folder, 1)
+    cold = time_work("compare", folder, forget, evict)
+    warm = [time_work("compare", folder) for _ in range(3)]
+    seconds = time_command("compare", folder, 1)
     return [
-        case("instar logs compare, 100 runs × 100,000 records, cold", whole[True], "s", most=15),
-        case("instar logs compare, 100 runs × 100,000 records, warm", whole[False], "s", most=4),
+        case("instar logs compare, 100 runs × 100,000 records, cold", seconds[True], "s", most=15),
+        case("instar logs compare, 100 runs × 100,000 records, warm", seconds[False], "s", most=4),
         case("loss of 100 runs × 100,000 records, cold", [cold["seconds"]], "s"),
         case("loss of 100 runs × 100,000 records, warm", column(warm, "seconds"), "s"),
         case("processor time of that, cold, all cores", [cold["cpu_s"]], "s"),
@@ -185,40 +187,40 @@ def one_metric(folder: Path) -> list[Case]:
     for run in runs_in(folder):
         extend_columns(run)
         extend_columns(run, finished=True)
-    first = [timed("compare", folder, forget, evict) for _ in range(3)]
+    first = [time_work("compare", folder, forget, evict) for _ in range(3)]
     for run in runs_in(folder):
         shutil.rmtree(run.path / COLUMNS)
-    cold = timed("compare", folder, forget, evict)
-    kept = [timed("compare", folder, evict) for _ in range(3)]
-    warm = [timed("compare", folder) for _ in range(3)]
+    cold = time_work("compare", folder, forget, evict)
+    from_cache = [time_work("compare", folder, evict) for _ in range(3)]
+    warm = [time_work("compare", folder) for _ in range(3)]
     return [
         case("loss out of 10 M records, first look", column(first, "seconds"), "s", most=2),
         case("peak memory of that, first look", column(first, "peak_mib"), "MiB", most=2048),
         case("loss out of 10 M records, cold, without columns", [cold["seconds"]], "s"),
-        case("loss out of 10 M records, cache kept", column(kept, "seconds"), "s", most=2),
+        case("loss out of 10 M records, cache kept", column(from_cache, "seconds"), "s", most=2),
         case("loss out of 10 M records, warm", column(warm, "seconds"), "s", most=2),
         case("processor time of that, without columns", [cold["cpu_s"]], "s"),
         case("processor time of that, warm", column(warm, "cpu_s"), "s"),
         case("peak memory of that, without columns", [cold["peak_mib"]], "MiB", most=2048),
-        case("peak memory of that, cache kept", column(kept, "peak_mib"), "MiB", most=2048),
+        case("peak memory of that, cache kept", column(from_cache, "peak_mib"), "MiB", most=2048),
     ]
 
 
-def column(told: Sequence[dict[str, float]], name: str) -> list[float]:
-    return [entry[name] for entry in told]
+def column(measurements: Sequence[dict[str, float]], name: str) -> list[float]:
+    return [entry[name] for entry in measurements]
 
 
 def forget(folder: Path) -> None:
     """Take away what reading left behind."""
     for run in runs_in(folder):
-        if (kept := cache_folder(run)) is not None:
-            shutil.rmtree(kept, ignore_errors=True)
+        if (cache := cache_folder(run)) is not None:
+            shutil.rmtree(cache, ignore_errors=True)
 
 
 def evict(folder: Path) -> None:
     """Take files out of the system's memory, as far as it lets go of them."""
-    kept = [place for run in runs_in(folder) if (place := cache_folder(run)) is not None]
-    for path in (path for place in (folder, *kept) for path in place.rglob("*")):
+    caches = [place for run in runs_in(folder) if (place := cache_folder(run)) is not None]
+    for path in (path for place in (folder, *caches) for path in place.rglob("*")):
         if path.is_file() and hasattr(os, "posix_fadvise"):
             descriptor = os.open(path, os.O_RDONLY)
             os.fsync(descriptor)
@@ -226,14 +228,14 @@ def evict(folder: Path) -> None:
             os.close(descriptor)
 
 
-def timed(work: str, folder: Path, *before: Callable[[Path], None]) -> dict[str, float]:
+def time_work(work: str, folder: Path, *before: Callable[[Path], None]) -> dict[str, float]:
     """What a process says that does one of `WORKS`."""
     for prepare in before:
         prepare(folder)
     command = [sys.executable, __file__, work, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    told: dict[str, float] = json.loads(done.stdout)
-    return told
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    measurement: dict[str, float] = json.loads(process.stdout)
+    return measurement
 
 
 def read_losses(folder: Path) -> None:
@@ -260,8 +262,8 @@ def tell(work: str, folder: Path) -> None:
     WORKS[work](folder)
     seconds = time.perf_counter() - begin
     busy = sum(os.times()[:4])
-    told = {"seconds": seconds, "cpu_s": busy, "peak_mib": peak_mb() * 1e6 / 2**20}
-    print(json.dumps(told))
+    measurement = {"seconds": seconds, "cpu_s": busy, "peak_mib": peak_mb() * 1e6 / 2**20}
+    print(json.dumps(measurement))
 
 
 if __name__ == "__main__":

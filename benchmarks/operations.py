@@ -28,7 +28,7 @@ from instar.config.sections import Operation
 from instar.run.changes import scheduled
 from instar.run.start.build import compile_stages
 from instar.run.trainer import Trainer
-from pauses import SIZES, Size, timed, trainer_of
+from pauses import SIZES, Size, seconds_of, trainer_of
 from report import Case, case, options, parser, publish
 from throughput import gpt
 
@@ -65,22 +65,22 @@ def main() -> None:
     words = parser(__doc__)
     words.add_argument("--compiled", action="store_true", help="only: models that are compiled")
     words.add_argument("--repeats", type=int, metavar="N", help="default: 3 at 10 M, 2 at 124 M")
-    parsed = words.parse_args()
-    chosen = options(parsed)
-    plans = QUICK if chosen.quick else PLANS
-    if chosen.quick or not parsed.compiled:
+    arguments = words.parse_args()
+    run_options = options(arguments)
+    plans = QUICK if run_options.quick else PLANS
+    if run_options.quick or not arguments.compiled:
         cases: list[Case] = []
         for plan in plans:
-            cases += pauses(plan.size, parsed.repeats, chosen.quick)
-            cases += folded(plan, chosen.quick)
-        for size in () if chosen.quick else LARGE:
-            cases += pauses(size, parsed.repeats, chosen.quick)
-        publish("operations", cases, chosen)
-    if chosen.quick or parsed.compiled:
+            cases += pauses(plan.size, arguments.repeats, run_options.quick)
+            cases += folding_cases(plan, run_options.quick)
+        for size in () if run_options.quick else LARGE:
+            cases += pauses(size, arguments.repeats, run_options.quick)
+        publish("operations", cases, run_options)
+    if run_options.quick or arguments.compiled:
         publish(
             "operations_compiled",
-            [case for plan in plans for case in compiled(plan.size, chosen.quick)],
-            chosen,
+            [case for plan in plans for case in compiled(plan.size, run_options.quick)],
+            run_options,
         )
 
 
@@ -92,13 +92,13 @@ def pauses(size: Size, repeats: int | None, quick: bool) -> list[Case]:
         with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
             trainer = trainer_of(size, Path(folder), quick)
             with closing(trainer):
-                timed(trainer.step)
+                seconds_of(trainer.step)
                 for operation in OPERATIONS:
                     ratios[operation.name].append(pause(trainer, operation, size.steps))
         print(f"{size.name}: {repeat + 1} of {repeats}", file=sys.stderr)
     return [
-        case(f"{size.name}: pause of {name} / step", found, "steps", most=2.0)
-        for name, found in ratios.items()
+        case(f"{size.name}: pause of {name} / step", multiples, "steps", most=2.0)
+        for name, multiples in ratios.items()
     ]
 
 
@@ -110,8 +110,8 @@ def pause(trainer: Trainer, operation: Operation, steps: int) -> float:
 
 def stall(trainer: Trainer, operation: Operation, steps: int) -> float:
     """Seconds for which the run stands still."""
-    stood = timed(lambda: carry_out(trainer, operation))
-    first, after = timed(trainer.step), turn(trainer, steps)
+    stood = seconds_of(lambda: carry_out(trainer, operation))
+    first, after = seconds_of(trainer.step), turn(trainer, steps)
     return stood + max(0.0, first - after)
 
 
@@ -129,9 +129,9 @@ def compiled(size: Size, quick: bool) -> list[Case]:
             with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
                 os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(folder) / "inductor")
                 with closing(trainer_of(compiling, Path(folder), quick)) as trainer:
-                    seconds = timed(partial(compile_stages, trainer.state, trainer.parts))
+                    seconds = seconds_of(partial(compile_stages, trainer.state, trainer.parts))
                     starts += [seconds] * before
-                    timed(trainer.step)
+                    seconds_of(trainer.step)
                     stalls[before].append(stall(trainer, COMPILED, size.steps))
         print(f"{size.name}, compiled: {repeat + 1} of {size.repeats}", file=sys.stderr)
     name = f"{size.name}, compiled"
@@ -147,28 +147,28 @@ def compiled(size: Size, quick: bool) -> list[Case]:
     ]
 
 
-def folded(plan: Plan, quick: bool) -> list[Case]:
+def folding_cases(plan: Plan, quick: bool) -> list[Case]:
     """Steps of a model whose mask is folded away, against those of one born that size."""
     ratios = []
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder, ExitStack() as stack:
-        grown = trainer_of(plan.size, Path(folder), quick)
-        stack.enter_context(closing(grown))
-        timed(grown.step)
-        carry_out(grown, MASKED)
-        timed(grown.step)
-        carry_out(grown, FOLD)
-        wide = grown.state.in_force.architecture.n_mlp
+        grown_trainer = trainer_of(plan.size, Path(folder), quick)
+        stack.enter_context(closing(grown_trainer))
+        seconds_of(grown_trainer.step)
+        carry_out(grown_trainer, MASKED)
+        seconds_of(grown_trainer.step)
+        carry_out(grown_trainer, FOLD)
+        wide = grown_trainer.state.in_force.architecture.n_mlp
         size = Size("born", (*plan.size.overrides, f"model.n_mlp={wide}"), plan.size.steps, 1)
         born = trainer_of(size, Path(folder), quick)
         stack.enter_context(closing(born))
-        for trainer in (grown, born):
+        for trainer in (grown_trainer, born):
             turn(trainer, plan.steps)
         chance = random.Random(0)
         for _ in range(plan.rounds):
-            order = [grown, born]
+            order = [grown_trainer, born]
             chance.shuffle(order)
             seconds = {id(trainer): turn(trainer, plan.steps) for trainer in order}
-            ratios.append(seconds[id(born)] / seconds[id(grown)])
+            ratios.append(seconds[id(born)] / seconds[id(grown_trainer)])
     name = f"{plan.size.name}: tokens/s with the mask folded away / born that size"
     return [case(name, ratios, "ratio", least=0.99)]
 
@@ -178,7 +178,7 @@ def carry_out(trainer: Trainer, operation: Operation) -> None:
 
 
 def turn(trainer: Trainer, steps: int) -> float:
-    return statistics.median(timed(trainer.step) for _ in range(steps))
+    return statistics.median(seconds_of(trainer.step) for _ in range(steps))
 
 
 if __name__ == "__main__":

@@ -27,10 +27,10 @@ KINDS: tuple[OrderKind, ...] = ("shuffled", "sequential", "random")
 
 
 def main() -> None:
-    chosen = options(parser(__doc__).parse_args())
-    repeats, count = (1, BATCH) if chosen.quick else (9, 1 << 21)
+    run_options = options(parser(__doc__).parse_args())
+    repeats, count = (1, BATCH) if run_options.quick else (9, 1 << 21)
     cases = [entry for kind in KINDS for entry in measure(kind, repeats, count)]
-    publish("order", cases, chosen)
+    publish("order", cases, run_options)
 
 
 def measure(kind: OrderKind, repeats: int, count: int) -> list[Case]:
@@ -71,10 +71,10 @@ def traced_mb(work: Callable[[], object]) -> float:
 
 def resident_growth_mb(kind: OrderKind) -> float:
     """How much a fresh process's peak grows by the order of 10⁹ samples, over that of 8192."""
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, __file__, "resident", kind], capture_output=True, text=True, check=True
     )
-    return float(done.stdout)
+    return float(process.stdout)
 
 
 def print_resident_growth(kind: OrderKind) -> None:

@@ -57,12 +57,12 @@ QUICK = (Size("tiny", gpt(1, 1, 16, 16, 2), steps=2, repeats=1),)
 
 
 def main() -> None:
-    chosen = options(parser(__doc__).parse_args())
+    run_options = options(parser(__doc__).parse_args())
     cases: list[Case] = []
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
-        for size in QUICK if chosen.quick else SIZES:
-            cases += measure(size, Path(folder), chosen.quick)
-    publish("pauses", cases, chosen)
+        for size in QUICK if run_options.quick else SIZES:
+            cases += measure(size, Path(folder), run_options.quick)
+    publish("pauses", cases, run_options)
 
 
 def measure(size: Size, folder: Path, quick: bool) -> list[Case]:
@@ -73,17 +73,17 @@ def measure(size: Size, folder: Path, quick: bool) -> list[Case]:
     raw_s: list[float] = []
     verify_rate: list[float] = []
     with closing(trainer):
-        timed(trainer.step)
+        seconds_of(trainer.step)
         for repeat in range(size.repeats):
-            alone = [timed(trainer.step) for _ in range(size.steps)]
-            step_s += alone
-            stall_s.append(background(trainer, statistics.median(alone)))
+            undisturbed_s = [seconds_of(trainer.step) for _ in range(size.steps)]
+            step_s += undisturbed_s
+            stall_s.append(background(trainer, statistics.median(undisturbed_s)))
             trainer.step()
-            sync_s.append(timed(lambda: trainer.save("waited for", wait=True)))
+            sync_s.append(seconds_of(lambda: trainer.save("waited for", wait=True)))
             path = list_checkpoints(trainer.parts.saver.root)[-1]
             files = {file: file.stat().st_size for file in path.rglob("*.safetensors")}
             raw_s.append(raw_write(folder, sum(files.values())))
-            seconds = timed(lambda path=path: verify_files(path, read_manifest(path)))
+            seconds = seconds_of(lambda path=path: verify_files(path, read_manifest(path)))
             verify_rate.append(sum(files.values()) / seconds / 1e9)
             print(f"{size.name}: {repeat + 1} of {size.repeats}", file=sys.stderr)
     median = statistics.median(step_s)
@@ -101,7 +101,7 @@ def measure(size: Size, folder: Path, quick: bool) -> list[Case]:
         case(f"{size.name}: raw synced write", raw_s, "s"),
         case(
             f"{size.name}: save waited for / raw synced write",
-            [ours / raw for ours, raw in zip(sync_s, raw_s, strict=True)],
+            [save_s / raw for save_s, raw in zip(sync_s, raw_s, strict=True)],
             "ratio",
             most=1.3,
         ),
@@ -112,7 +112,7 @@ def measure(size: Size, folder: Path, quick: bool) -> list[Case]:
 def trainer_of(size: Size, folder: Path, quick: bool) -> Trainer:
     """A trainer of the size, at step 0, whose run is under `folder`."""
     run_dir = folder / size.name.replace(" ", "")
-    loaded = load_config(
+    loaded_config = load_config(
         None,
         [
             *size.overrides,
@@ -124,12 +124,12 @@ def trainer_of(size: Size, folder: Path, quick: bool) -> Trainer:
             "checkpoint.keep_last=1",
         ],
     )
-    prepare_run_data(loaded, 1, lambda _: None)
-    prepared = preflight(loaded, 1)
+    prepare_run_data(loaded_config, 1, lambda _: None)
+    prepared_run = preflight(loaded_config, 1)
     run_dir.mkdir()
     world = World(0, 0, 1, torch.device("cpu"), "none")
     return build_trainer(
-        prepared,
+        prepared_run,
         world,
         RunOutputs(StopSignal(), Silent(), silent_console(), RankLog(0), RunDir(run_dir)),
     )
@@ -137,31 +137,31 @@ def trainer_of(size: Size, folder: Path, quick: bool) -> Trainer:
 
 def background(trainer: Trainer, step_s: float) -> float:
     """Seconds that a background save costs: its call, and what it takes from the steps beside it."""
-    lost = timed(lambda: trainer.save("in the background"))
+    lost_s = seconds_of(lambda: trainer.save("in the background"))
     while trainer.parts.saver.pending is not None and not trainer.parts.saver.pending.done():
-        lost += timed(trainer.step) - step_s
+        lost_s += seconds_of(trainer.step) - step_s
     trainer.parts.saver.finish()
-    return max(0.0, lost)
+    return max(0.0, lost_s)
 
 
 def raw_write(folder: Path, size: int) -> float:
     """Seconds to write and sync so many bytes that are in memory already."""
     content = memoryview(os.urandom(1 << 20) * -(-size // (1 << 20)))[:size]
     path = folder / "raw"
-    begun = time.perf_counter()
+    start = time.perf_counter()
     with path.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - start
     path.unlink()
     return seconds
 
 
-def timed(work: Callable[[], object]) -> float:
-    begun = time.perf_counter()
+def seconds_of(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
     work()
-    return time.perf_counter() - begun
+    return time.perf_counter() - start
 
 
 if __name__ == "__main__":

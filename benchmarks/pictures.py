@@ -62,16 +62,16 @@ def page(
         runs = ",".join(sorted(run.path.name for run in runs_in(folder)))
         with (
             serve_dashboard(folder) as address,
-            watch_page(browser, scheme=scheme, width=size[0], height=size[1]) as seen,
+            watch_page(browser, scheme=scheme, width=size[0], height=size[1]) as window,
         ):
-            seen.page.goto(f"{address}#tab={tab}&runs={runs}")
-            seen.page.wait_for_selector("#link[data-state=live]")
-            shown = "table.runs" if tab == "overview" else ".panel[data-runs]"
-            seen.page.wait_for_selector(shown if runs else "#view code")
-            expect(seen.page.locator(".none:visible", has_text="reading")).to_have_count(0)
-            wait_for_frame(seen.page)
-            wait_for_frame(seen.page)
-            keep(name, seen.page.screenshot())
+            window.page.goto(f"{address}#tab={tab}&runs={runs}")
+            window.page.wait_for_selector("#link[data-state=live]")
+            selector = "table.runs" if tab == "overview" else ".panel[data-runs]"
+            window.page.wait_for_selector(selector if runs else "#view code")
+            expect(window.page.locator(".none:visible", has_text="reading")).to_have_count(0)
+            wait_for_frame(window.page)
+            wait_for_frame(window.page)
+            keep(name, window.page.screenshot())
 
 
 def report(browser: Browser, name: str, scene: Callable[[Path], None]) -> None:
@@ -80,27 +80,27 @@ def report(browser: Browser, name: str, scene: Callable[[Path], None]) -> None:
         scene(Path("runs"))
         path = Path(place, "report.html")
         path.write_text(report_html([read_record(runs_in(Path("runs"))[-1])]), encoding="utf-8")
-        with watch_page(browser, width=1200, height=1000) as seen:
-            seen.page.goto(path.as_uri())
-            wait_for_frame(seen.page)
-            keep(name, seen.page.screenshot())
+        with watch_page(browser, width=1200, height=1000) as window:
+            window.page.goto(path.as_uri())
+            wait_for_frame(window.page)
+            keep(name, window.page.screenshot())
 
 
 def keep(name: str, png: bytes) -> None:
     """Writes a picture with at most 256 colours, which pages do not exceed visibly."""
-    packed = io.BytesIO()
+    buffer = io.BytesIO()
     Image.open(io.BytesIO(png)).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(
-        packed, "png", optimize=True
+        buffer, "png", optimize=True
     )
-    assert packed.tell() < MAX_BYTES, (name, packed.tell())
-    (PICTURES / f"{name}.png").write_bytes(packed.getvalue())
+    assert buffer.tell() < MAX_BYTES, (name, buffer.tell())
+    (PICTURES / f"{name}.png").write_bytes(buffer.getvalue())
 
 
-def plot(name: str, scene: Callable[[Path], object], wanted: ChartRequest) -> None:
+def plot(name: str, scene: Callable[[Path], object], chart_request: ChartRequest) -> None:
     with tempfile.TemporaryDirectory() as folder:
         scene(Path(folder))
         records = [read_record(RunDir(path)) for path in sorted(Path(folder).iterdir())]
-        (PICTURES / f"{name}.svg").write_bytes(picture(compose(records, wanted), "svg"))
+        (PICTURES / f"{name}.svg").write_bytes(picture(compose(records, chart_request), "svg"))
 
 
 def main() -> None:

@@ -83,7 +83,7 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         B, T, D = x.shape
         q, k, v = self.qkv(self.norm_1(x)).split(D, dim=2)
-        q, k, v = (one.view(B, T, self.heads, -1).transpose(1, 2) for one in (q, k, v))
+        q, k, v = (part.view(B, T, self.heads, -1).transpose(1, 2) for part in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).reshape(B, T, D))
         return x + self.down(F.gelu(self.up(self.norm_2(x))))
@@ -130,9 +130,11 @@ def report(
         total += F.cross_entropy(
             logits(data[part]).flatten(0, 1), data[part + 1].flatten(), reduction="sum"
         ).item()
-    rest = data[full * context :]
-    if len(rest) > 1:
-        total += F.cross_entropy(logits(rest[None, :-1])[0], rest[1:], reduction="sum").item()
+    remainder = data[full * context :]
+    if len(remainder) > 1:
+        total += F.cross_entropy(
+            logits(remainder[None, :-1])[0], remainder[1:], reduction="sum"
+        ).item()
     print(json.dumps({"time": time.time(), "loss": total / (len(data) - 1)}), flush=True)
 
 
@@ -241,7 +243,7 @@ def hf(recipe: Recipe, folder: str, seed: int, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    asked = json.loads(sys.argv[2])
+    request = json.loads(sys.argv[2])
     {"bare": bare, "bare-bf16": partial(bare, low=True), "fabric": fabric, "hf": hf}[sys.argv[1]](
-        Recipe(**asked["recipe"]), asked["data"], asked["seed"], asked["steps"]
+        Recipe(**request["recipe"]), request["data"], request["seed"], request["steps"]
     )

@@ -54,7 +54,7 @@ class Found:
 
     preset: str
     shape: str
-    chosen: str
+    precision: str
     bf16_of_fp32: list[float]
     """processor time of a step in bf16 over that of the step in fp32 beside it"""
 
@@ -62,35 +62,35 @@ class Found:
 def main() -> None:
     words = parser(__doc__)
     words.add_argument("--child", action="store_true", help="measure in this process, print JSON")
-    parsed = words.parse_args()
-    if parsed.child:
-        print(json.dumps([vars(each) for each in measure(parsed.quick)]))
+    arguments = words.parse_args()
+    if arguments.child:
+        print(json.dumps([vars(result) for result in measure(arguments.quick)]))
         return
-    chosen = options(parsed)
+    run_options = options(arguments)
     cases: list[Case] = []
     for name, hidden in PROCESSORS.items():
-        found = as_processor(hidden, chosen.quick)
-        print(f"{name}: {len(found)} presets and shapes", file=sys.stderr)
-        taken = [1.0]
-        for each in found:
-            title = f"{name}, {each.preset}, {each.shape} (auto: {each.chosen})"
-            cases.append(case(f"{title}: time in bf16 / fp32", each.bf16_of_fp32, "ratio"))
-            if each.chosen == "bf16":
-                taken.append(statistics.median(each.bf16_of_fp32))
+        results = as_processor(hidden, run_options.quick)
+        print(f"{name}: {len(results)} presets and shapes", file=sys.stderr)
+        ratios = [1.0]
+        for result in results:
+            title = f"{name}, {result.preset}, {result.shape} (auto: {result.precision})"
+            cases.append(case(f"{title}: time in bf16 / fp32", result.bf16_of_fp32, "ratio"))
+            if result.precision == "bf16":
+                ratios.append(statistics.median(result.bf16_of_fp32))
         # where auto is fp32, they are the same
-        worst = case(f"{name}: time with auto / fp32, at most", [max(taken)], "ratio", most=ENOUGH)
+        worst = case(f"{name}: time with auto / fp32, at most", [max(ratios)], "ratio", most=ENOUGH)
         cases.append(worst)
-    publish("precision", cases, chosen, threads=1)
+    publish("precision", cases, run_options, threads=1)
 
 
 def as_processor(hidden: Mapping[str, str], quick: bool) -> list[Found]:
     """What a process finds that sees no newer instructions."""
     command = [sys.executable, __file__, "--child", *(["--quick"] if quick else [])]
     environ = os.environ | {"OMP_NUM_THREADS": "1"} | hidden
-    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
+    process = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=False)
+    if process.returncode:
         sys.exit(f"failed with {dict(hidden)}")
-    return [Found(**each) for each in json.loads(done.stdout.splitlines()[-1])]
+    return [Found(**values) for values in json.loads(process.stdout.splitlines()[-1])]
 
 
 def measure(quick: bool) -> list[Found]:
@@ -108,14 +108,19 @@ def measure_one(
     preset: str, shape: str, overrides: Sequence[str], folder: Path, quick: bool
 ) -> Found:
     folder.mkdir()
-    asked = (f"preset={preset}", *overrides, "train.until=[100it]", "data.tokenizer=char")
+    run_overrides = (f"preset={preset}", *overrides, "train.until=[100it]", "data.tokenizer=char")
     ratios = []
     with ExitStack() as stack:
         trainers = [
             stack.enter_context(
                 closing(
                     trainer_of(
-                        Size(precision, (*asked, f"precision={precision}"), steps=1, repeats=1),
+                        Size(
+                            precision,
+                            (*run_overrides, f"precision={precision}"),
+                            steps=1,
+                            repeats=1,
+                        ),
                         folder,
                         quick,
                     )
@@ -126,23 +131,23 @@ def measure_one(
         for number in range(2 if quick else 8):
             seconds = []
             for trainer in trainers:
-                begun = time.process_time()
+                start = time.process_time()
                 trainer.step()
-                seconds.append(time.process_time() - begun)
+                seconds.append(time.process_time() - start)
             if number:  # the first steps allocate
                 ratios.append(seconds[1] / seconds[0])
             if not quick and seconds[1] > 3 * seconds[0] and number > 1:
                 break  # nobody doubts it
-    return Found(preset, shape, resolved(asked, folder, quick), ratios)
+    return Found(preset, shape, resolve_auto(run_overrides, folder, quick), ratios)
 
 
-def resolved(asked: Sequence[str], folder: Path, quick: bool) -> str:
+def resolve_auto(overrides: Sequence[str], folder: Path, quick: bool) -> str:
     """What `auto` chooses in this process."""
     # those of `trainer_of`
     data = [f"data.path={folder / 'tokens'}", f"data.max_bytes={100_000 if quick else 2_000_000}"]
-    loaded = load_config(None, [*asked, *data, "precision=auto", "device=cpu"])
-    here = World(0, 0, 1, torch.device("cpu"), "none")
-    return resolve_precision(preflight(loaded, 1), here)[0].config.precision
+    loaded_config = load_config(None, [*overrides, *data, "precision=auto", "device=cpu"])
+    world = World(0, 0, 1, torch.device("cpu"), "none")
+    return resolve_precision(preflight(loaded_config, 1), world)[0].config.precision
 
 
 if __name__ == "__main__":

@@ -47,33 +47,33 @@ class Options:
     """folder of the JSON; None: print only"""
     load: float
     """the machine's load average over the last minute, before anything was started"""
-    started: float | None = None
+    start_time: float | None = None
     """Unix time at which the benchmark began; None: it is a part of something else"""
 
 
 def parser(about: str | None) -> argparse.ArgumentParser:
     """A command line with what every benchmark takes; `about` is the script's docstring."""
-    made = argparse.ArgumentParser(
+    command_line = argparse.ArgumentParser(
         description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument(
+    command_line.add_argument(
         "--quick",
         action="store_true",
         help="a smoke run: hardly any work, figures mean nothing and are not kept",
     )
-    made.add_argument(
+    command_line.add_argument(
         "--results",
         type=Path,
         metavar="DIR",
         help=f"where the JSON goes (default: {RESULTS.parent.name}/{RESULTS.name}; --quick: nowhere)",
     )
-    return made
+    return command_line
 
 
-def options(parsed: argparse.Namespace) -> Options:
+def options(arguments: argparse.Namespace) -> Options:
     """What the shared arguments say."""
-    kept = parsed.results or (None if parsed.quick else RESULTS)
-    return Options(parsed.quick, kept, os.getloadavg()[0], psutil.Process().create_time())
+    results = arguments.results or (None if arguments.quick else RESULTS)
+    return Options(arguments.quick, results, os.getloadavg()[0], psutil.Process().create_time())
 
 
 def case(
@@ -103,7 +103,7 @@ def case(
 def publish(
     name: str,
     cases: Sequence[Case],
-    chosen: Options,
+    run_options: Options,
     *,
     libraries: Sequence[str] = (),
     history: bool = True,
@@ -117,30 +117,32 @@ def publish(
         facts: what else to say of the machine, such as the number of threads.
     """
     print(table(cases))
-    if chosen.results is None:
+    if run_options.results is None:
         return
-    found = {library: importlib.metadata.version(library) for library in libraries}
+    library_versions = {library: importlib.metadata.version(library) for library in libraries}
     result = {
         "name": name,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "seconds": round(time.time() - chosen.started, 1) if chosen.started else None,
+        "seconds": round(time.time() - run_options.start_time, 1)
+        if run_options.start_time
+        else None,
         "machine": {
             "system": sys.platform,
             "cpu": cpu_model(),
             "cores": psutil.cpu_count(),
             "bf16_units": has_bf16_units(),
             "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-            "load_before": round(chosen.load, 2),
+            "load_before": round(run_options.load, 2),
             **facts,
         },
-        "versions": versions() | found,
+        "versions": versions() | library_versions,
         "cases": [asdict(entry) for entry in cases],
     }
-    chosen.results.mkdir(parents=True, exist_ok=True)
+    run_options.results.mkdir(parents=True, exist_ok=True)
     text = json.dumps(result, indent=2, ensure_ascii=False)
-    (chosen.results / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+    (run_options.results / f"{name}.json").write_text(text + "\n", encoding="utf-8")
     if history:
-        remember(result, chosen.results / HISTORY)
+        remember(result, run_options.results / HISTORY)
 
 
 def remember(result: Mapping[str, Any], folder: Path) -> None:
@@ -156,7 +158,7 @@ def remember(result: Mapping[str, Any], folder: Path) -> None:
     )
     if lines and _occasion(lines[-1]) == _occasion(line):
         lines.pop()
-    texts = [json.dumps(each, ensure_ascii=False) for each in [*lines, line]]
+    texts = [json.dumps(entry, ensure_ascii=False) for entry in [*lines, line]]
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(texts) + "\n", encoding="utf-8")
 

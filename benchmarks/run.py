@@ -96,23 +96,23 @@ def main() -> None:
         "--within", type=float, metavar="MINUTES", help=f"of the suite; default: {WITHIN_MIN}"
     )
     words.add_argument("--list", action="store_true", help="names and budgets, and nothing else")
-    parsed = words.parse_args()
-    if parsed.list:
+    arguments = words.parse_args()
+    if arguments.list:
         print(listing())
         return
-    results = parsed.results or (None if parsed.quick else RESULTS)
-    extra = ["--quick"] * parsed.quick + (["--results", str(results)] if results else [])
-    limit_s = 60 * (parsed.within or WITHIN_MIN) if not parsed.names else float("inf")
+    results = arguments.results or (None if arguments.quick else RESULTS)
+    extra = ["--quick"] * arguments.quick + (["--results", str(results)] if results else [])
+    limit_s = 60 * (arguments.within or WITHIN_MIN) if not arguments.names else float("inf")
     outcomes = list[Outcome]()
     left_out = list[str]()
-    for benchmark in asked(parsed.names):
+    for benchmark in select_benchmarks(arguments.names):
         if not fits(benchmark, outcomes, limit_s):
             left_out.append(benchmark.name)
             continue
         budget = f"at most {benchmark.budget_s} s" if benchmark.budget_s else "no budget"
         print(f"\n=== {benchmark.name} ({budget})", flush=True)
         outcomes.append(run(benchmark, extra))
-    print(f"\n{told(outcomes, results)}")
+    print(f"\n{report_outcomes(outcomes, results)}")
     if left_out:
         print(
             f"left out, for they would not end within {limit_s / 60:g} minutes on this machine:"
@@ -120,35 +120,42 @@ def main() -> None:
         )
     if results == RESULTS:
         summary.main()
-    if failed := [f"{each.benchmark.name} ({each.failure})" for each in outcomes if each.failure]:
-        sys.exit(f"failed: {', '.join(failed)}")
+    if failures := [
+        f"{outcome.benchmark.name} ({outcome.failure})" for outcome in outcomes if outcome.failure
+    ]:
+        sys.exit(f"failed: {', '.join(failures)}")
 
 
-def asked(names: Sequence[str]) -> list[Benchmark]:
+def select_benchmarks(names: Sequence[str]) -> list[Benchmark]:
     """Those with these names; without any, the suite.
 
     Raises:
         SystemExit: there is no such benchmark.
     """
-    known = {each.name: each for each in SUITE}
-    known |= {name: Benchmark(name, 0) for name in (*BY_NAME, *ELSEWHERE)}
-    if unknown := [name for name in names if name not in known]:
-        sys.exit(f"no such benchmark: {', '.join(unknown)}; there are {', '.join(sorted(known))}")
-    return [known[name] for name in names] or list(SUITE)
+    benchmarks = {benchmark.name: benchmark for benchmark in SUITE}
+    benchmarks |= {name: Benchmark(name, 0) for name in (*BY_NAME, *ELSEWHERE)}
+    if unknown := [name for name in names if name not in benchmarks]:
+        sys.exit(
+            f"no such benchmark: {', '.join(unknown)}; there are {', '.join(sorted(benchmarks))}"
+        )
+    return [benchmarks[name] for name in names] or list(SUITE)
 
 
 def fits(benchmark: Benchmark, outcomes: Sequence[Outcome], limit_s: float) -> bool:
     """Whether it would end in time, if it exceeded its budget as much as those before it."""
-    taken = sum(each.seconds for each in outcomes)
-    planned = sum(each.benchmark.budget_s for each in outcomes)
-    slower = max(1.0, taken / planned) if planned else 1.0
-    return taken + slower * benchmark.budget_s <= limit_s
+    seconds = sum(outcome.seconds for outcome in outcomes)
+    budget_s = sum(outcome.benchmark.budget_s for outcome in outcomes)
+    slower = max(1.0, seconds / budget_s) if budget_s else 1.0
+    return seconds + slower * benchmark.budget_s <= limit_s
 
 
 def listing() -> str:
-    total = sum(each.budget_s for each in SUITE)
+    total = sum(benchmark.budget_s for benchmark in SUITE)
     lines = [f"suite, {total / 60:.0f} minutes on two idle cores:"]
-    lines += [f"  {each.name:<16}{each.budget_s:>4} s  {' '.join(each.options)}" for each in SUITE]
+    lines += [
+        f"  {benchmark.name:<16}{benchmark.budget_s:>4} s  {' '.join(benchmark.options)}"
+        for benchmark in SUITE
+    ]
     return "\n".join([*lines, "by name:", *(f"  {name}" for name in BY_NAME)])
 
 
@@ -156,7 +163,7 @@ def run(benchmark: Benchmark, extra: Sequence[str]) -> Outcome:
     """One benchmark in a process group of its own, of which nothing is left afterwards."""
     script = Path(__file__).with_name(f"{benchmark.name}.py")
     limit = LIMIT * benchmark.budget_s + SLACK_S if benchmark.budget_s else None
-    begun = time.monotonic()
+    start = time.monotonic()
     process = subprocess.Popen(
         [sys.executable, str(script), *benchmark.options, *extra], start_new_session=True
     )
@@ -169,25 +176,29 @@ def run(benchmark: Benchmark, extra: Sequence[str]) -> Outcome:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    return Outcome(benchmark, time.monotonic() - begun, failure)
+    return Outcome(benchmark, time.monotonic() - start, failure)
 
 
-def told(outcomes: Sequence[Outcome], results: Path | None) -> str:
+def report_outcomes(outcomes: Sequence[Outcome], results: Path | None) -> str:
     """What came of it: a line for each benchmark, and the bars that are not met."""
-    cases = summary.barred(results) if results else []
+    cases = summary.cases_with_bars(results) if results else []
     lines = [f"{'benchmark':<16}{'seconds':>8}{'budget':>8}  bars met"]
-    for each in outcomes:
-        found = [case for case in cases if case.benchmark == each.benchmark.name]
-        said = f"failed: {each.failure}" if each.failure else summary.count(found) if found else ""
-        budget = each.benchmark.budget_s or ""
-        lines.append(f"{each.benchmark.name:<16}{each.seconds:>8.0f}{budget:>8}  {said}".rstrip())
-    total = sum(each.seconds for each in outcomes)
+    for outcome in outcomes:
+        bars = [case for case in cases if case.benchmark == outcome.benchmark.name]
+        verdict = (
+            f"failed: {outcome.failure}" if outcome.failure else summary.count(bars) if bars else ""
+        )
+        budget = outcome.benchmark.budget_s or ""
+        lines.append(
+            f"{outcome.benchmark.name:<16}{outcome.seconds:>8.0f}{budget:>8}  {verdict}".rstrip()
+        )
+    total = sum(outcome.seconds for outcome in outcomes)
     lines.append(f"{'together':<16}{total:>8.0f}{sum(o.benchmark.budget_s for o in outcomes):>8}")
-    names = {each.benchmark.name for each in outcomes if not each.failure}
-    missed = [case for case in cases if case.benchmark in names and not case.met]
+    names = {outcome.benchmark.name for outcome in outcomes if not outcome.failure}
+    unmet = [case for case in cases if case.benchmark in names and not case.is_met]
     lines += [
-        f"not met: {each.benchmark}: {each.case}: {each.figure} {each.figure.unit}, {each.figure.bar}"
-        for each in missed
+        f"not met: {case.benchmark}: {case.case}: {case.figure} {case.figure.unit}, {case.figure.bar}"
+        for case in unmet
     ]
     return "\n".join(lines)
 

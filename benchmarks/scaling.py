@@ -124,16 +124,16 @@ def main() -> None:
     words.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="of every run's config"
     )
-    parsed = words.parse_args()
-    chosen = options(parsed)
-    others = parsed.way or (() if chosen.quick else BY_DEFAULT)
-    ways = [s for s in WAYS if s is SHARDED or s.name in others]
+    arguments = words.parse_args()
+    run_options = options(arguments)
+    other_ways = arguments.way or (() if run_options.quick else BY_DEFAULT)
+    ways = [s for s in WAYS if s is SHARDED or s.name in other_ways]
     cases: list[Case] = []
     with tempfile.TemporaryDirectory() as folder:
-        for each in (QUICK,) if chosen.quick else SIZES:
-            size = replace(each, repeats=parsed.repeats or each.repeats)
-            cases += measure(size, parsed.ranks, ways, parsed.set, Path(folder))
-    publish("scaling", cases, chosen, threads_per_rank=1)
+        for preset_size in (QUICK,) if run_options.quick else SIZES:
+            size = replace(preset_size, repeats=arguments.repeats or preset_size.repeats)
+            cases += measure(size, arguments.ranks, ways, arguments.set, Path(folder))
+    publish("scaling", cases, run_options, threads_per_rank=1)
 
 
 def measure(
@@ -148,8 +148,8 @@ def measure(
             way, copies, world = arrangements[name]
             paces[name].append(pace(size, base[way], folder, copies=copies, ranks=world))
         efficiency = paces[SHARDED.name][-1].rate / (ranks * paces["beside"][-1].rate)
-        said = f"{size.name}: {repeat + 1} of {size.repeats}, efficiency {efficiency:.3f}"
-        print(said, file=sys.stderr)
+        message = f"{size.name}: {repeat + 1} of {size.repeats}, efficiency {efficiency:.3f}"
+        print(message, file=sys.stderr)
     rates = {name: [pace.rate for pace in of_name] for name, of_name in paces.items()}
     title = f"{size.name} per rank"
     cases = [
@@ -163,11 +163,11 @@ def measure(
         ),
     ]
     for way in ways:
-        together = rates[way.name]
+        rank_rates = rates[way.name]
         name = f"{title}, {way.name}"
         waits = [pace.wait for pace in paces[way.name]]
         cases += [
-            case(f"{name}: T({ranks})", [rate / size.context for rate in together], "samples/s"),
+            case(f"{name}: T({ranks})", [rate / size.context for rate in rank_rates], "samples/s"),
             case(f"{name}: waiting for samples, of a step", waits, "ratio", most=0.01),
         ]
         if way is SHARDED:
@@ -175,13 +175,13 @@ def measure(
         cases += [
             case(
                 f"{name}: T({ranks}) / {ranks} T(1), beside",
-                ratios(together, rates["beside"], ranks),
+                ratios(rank_rates, rates["beside"], ranks),
                 "ratio",
                 least=way.least,
             ),
             case(
                 f"{name}: T({ranks}) / that of {SHARDED.name}",
-                ratios(together, rates[SHARDED.name]),
+                ratios(rank_rates, rates[SHARDED.name]),
                 "ratio",
                 least=way.least_of_first,
             ),
@@ -189,9 +189,9 @@ def measure(
     return cases
 
 
-def ratios(rates: Sequence[float], others: Sequence[float], times: int = 1) -> list[float]:
+def ratios(rates: Sequence[float], references: Sequence[float], times: int = 1) -> list[float]:
     """Repeat by repeat."""
-    return [rate / (times * other) for rate, other in zip(rates, others, strict=True)]
+    return [rate / (times * other) for rate, other in zip(rates, references, strict=True)]
 
 
 def overrides(size: Size, way: Way, extra: Sequence[str], folder: Path) -> list[str]:
@@ -211,8 +211,8 @@ def overrides(size: Size, way: Way, extra: Sequence[str], folder: Path) -> list[
     ]
     if way.data == "tokens":
         base += [f"data.max_bytes={max_bytes}"]
-        loaded = load_config(None, base)
-        prepare_dataset(loaded.config.data, loaded.config.seed, say=lambda _: None)
+        loaded_config = load_config(None, base)
+        prepare_dataset(loaded_config.config.data, loaded_config.config.seed, say=lambda _: None)
     else:
         source, held_out = arrow_text(folder, max_bytes)
         base += [f"data.source={source}", f"data.val_source={held_out}"]
@@ -249,10 +249,10 @@ def pace(size: Size, base: Sequence[str], folder: Path, *, copies: int = 1, rank
         processes = [stack.enter_context(start(base, run, ranks)) for run in runs]
         deadline = time.monotonic() + LIMIT_S
         for process in processes:
-            _, said = process.communicate(timeout=deadline - time.monotonic())
+            _, output = process.communicate(timeout=deadline - time.monotonic())
             if process.returncode:
-                sys.exit(f"instar train failed:\n{said}")
-        return mean_pace([trained(run) for run in runs], size.warmup)
+                sys.exit(f"instar train failed:\n{output}")
+        return mean_pace([training_events(run) for run in runs], size.warmup)
 
 
 def start(base: Sequence[str], run: Path, ranks: int) -> subprocess.Popen[str]:
@@ -267,7 +267,7 @@ def start(base: Sequence[str], run: Path, ranks: int) -> subprocess.Popen[str]:
     )
 
 
-def trained(run: Path) -> Mapping[int, Train]:
+def training_events(run: Path) -> Mapping[int, Train]:
     """What a run recorded of its training, by step."""
     events = read_events(run / "events.jsonl")
     return {event.step: event for event in events if isinstance(event, Train)}
@@ -283,13 +283,13 @@ def mean_pace(runs: Sequence[Mapping[int, Train]], warmup: int) -> Pace:
     end = min(run[max(run)].time for run in runs)
     rates, waits = list[float](), list[float]()
     for run in runs:
-        seen = [event for event in run.values() if begin <= event.time <= end]
-        if len(seen) < 2:
+        window = [event for event in run.values() if begin <= event.time <= end]
+        if len(window) < 2:
             print("copies did not train at the same time; T(1) is too high", file=sys.stderr)
-            seen = [event for event in run.values() if event.step >= warmup]
-        first, last = seen[0], seen[-1]
+            window = [event for event in run.values() if event.step >= warmup]
+        first, last = window[0], window[-1]
         rates.append((last.tokens - first.tokens) / (last.active_s - first.active_s))
-        waits += [event.data_wait for event in seen[1:]]
+        waits += [event.data_wait for event in window[1:]]
     return Pace(statistics.mean(rates), statistics.mean(waits))
 
 

@@ -37,9 +37,9 @@ def instar_seek(folder: Path, order: OrderKind, batch: int, context: int) -> Cal
 
     def seek() -> object:
         windows = TokenWindows(open_dataset(folder).split("train"), context)
-        made = make_order(order, len(windows), seed=1)
-        cursor = made.samples_per_epoch + made.samples_per_epoch * 9 // 10
-        with lone_feed(windows, made, prefetch=False) as feed:
+        sample_order = make_order(order, len(windows), seed=1)
+        cursor = sample_order.samples_per_epoch + sample_order.samples_per_epoch * 9 // 10
+        with lone_feed(windows, sample_order, prefetch=False) as feed:
             return feed.take(cursor, batch, batch)
 
     return seek
@@ -52,8 +52,8 @@ def make_stream(folder: Path, documents: int, words: int) -> DataConfig:
     lexicon = np.array(["".join(rng.choice(letters, rng.integers(2, 10))) for _ in range(5000)])
     texts = [" ".join(rng.choice(lexicon, words)) for _ in range(documents)]
     folder.mkdir()
-    for number, some in enumerate(np.array_split(np.array(texts, dtype=object), 16)):
-        pq.write_table(pa.table({"text": some}), folder / f"part-{number:02}.parquet")
+    for number, part in enumerate(np.array_split(np.array(texts, dtype=object), 16)):
+        pq.write_table(pa.table({"text": part}), folder / f"part-{number:02}.parquet")
     (folder / TOKENIZER_FILE).write_text(train_bpe(texts[:500], 4096).to_json())
     source = str(folder / "*.parquet")
     data = DataConfig(kind="stream", source=source, order="sequential", lanes=4)
@@ -75,57 +75,57 @@ def stream_seek(data: DataConfig, folder: Path, context: int) -> Callable[[], ob
     return seek
 
 
-def stateful(asked: Asked) -> Callable[[], object]:
+def stateful(request: Asked) -> Callable[[], object]:
     """Its state is that of a run that came so far."""
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    windows = Windows(asked)
+    windows = Windows(request)
 
     def loader() -> Any:
-        return StatefulDataLoader(windows, batch_size=asked.batch, shuffle=True)
+        return StatefulDataLoader(windows, batch_size=request.batch, shuffle=True)
 
     running = loader()
     for number, _ in enumerate(running, start=1):
-        if number == ninety_percent(len(windows)) // asked.batch:
+        if number == ninety_percent(len(windows)) // request.batch:
             break
     state = running.state_dict()
 
     def seek() -> object:
-        again = loader()
-        again.load_state_dict(state)
-        return next(iter(again))
+        fresh_loader = loader()
+        fresh_loader.load_state_dict(state)
+        return next(iter(fresh_loader))
 
     return seek
 
 
-def hf_map(asked: Asked) -> Callable[[], object]:
-    rows = hf_rows(asked)
+def hf_map(request: Asked) -> Callable[[], object]:
+    rows = hf_rows(request)
 
     def seek() -> object:
         begin = ninety_percent(len(rows))
-        return rows.shuffle(seed=1, keep_in_memory=True)[begin : begin + asked.batch]
+        return rows.shuffle(seed=1, keep_in_memory=True)[begin : begin + request.batch]
 
     return seek
 
 
-def hf_iterable(asked: Asked) -> Callable[[], object]:
-    rows = hf_rows(asked)
+def hf_iterable(request: Asked) -> Callable[[], object]:
+    rows = hf_rows(request)
 
     def seek() -> object:
         stream = rows.to_iterable_dataset(num_shards=8).skip(ninety_percent(len(rows)))
-        return next(iter(stream.iter(asked.batch)))
+        return next(iter(stream.iter(request.batch)))
 
     return seek
 
 
-def grain_map(asked: Asked) -> Callable[[], object]:
+def grain_map(request: Asked) -> Callable[[], object]:
     import grain
 
-    windows = GrainWindows(asked)
+    windows = GrainWindows(request)
 
     def seek() -> object:
-        taken = grain.MapDataset.source(windows).seed(1).shuffle().batch(asked.batch)
-        return taken[ninety_percent(len(windows)) // asked.batch]
+        dataset = grain.MapDataset.source(windows).seed(1).shuffle().batch(request.batch)
+        return dataset[ninety_percent(len(windows)) // request.batch]
 
     return seek
 
@@ -159,6 +159,6 @@ def traced_mb(work: Callable[[], object]) -> float:
 
 
 if __name__ == "__main__":
-    asked = Asked(**json.loads(sys.argv[1]))
-    work = SEEKS[asked.loader](asked)
-    print(json.dumps([milliseconds(work) for _ in range(asked.turns)]))
+    request = Asked(**json.loads(sys.argv[1]))
+    work = SEEKS[request.loader](request)
+    print(json.dumps([milliseconds(work) for _ in range(request.turns)]))

@@ -55,18 +55,18 @@ State = Mapping[str, Mapping[str, Tensor]]
 
 
 def main() -> None:
-    made = parser(__doc__)
-    made.add_argument("--place", type=Path, help="of the ranks, which are started with it")
-    parsed = made.parse_args()
-    chosen = options(parsed)
-    if parsed.place is not None:
+    command_line = parser(__doc__)
+    command_line.add_argument("--place", type=Path, help="of the ranks, which are started with it")
+    arguments = command_line.parse_args()
+    run_options = options(arguments)
+    if arguments.place is not None:
         with join_group(ParallelConfig(timeout_s=600), "cpu") as world:
-            Ranks(world, parsed.place, chosen.quick).measure()
+            Ranks(world, arguments.place, run_options.quick).measure()
         return
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
-        run_ranks(["--place", folder, *(["--quick"] if chosen.quick else [])])
-        found = json.loads((Path(folder) / "figures.json").read_text())
-    report(found, chosen)
+        run_ranks(["--place", folder, *(["--quick"] if run_options.quick else [])])
+        figures = json.loads((Path(folder) / "figures.json").read_text())
+    report(figures, run_options)
 
 
 def run_ranks(words: list[str]) -> None:
@@ -113,43 +113,48 @@ class Ranks:
 
     def measure(self) -> None:
         torch.manual_seed(self.world.rank)
-        saved = self.state()
+        saved_state = self.state()
         for repeat in range(1, self.repeats + 1):
-            self.turn(saved, last=repeat == self.repeats)
+            self.turn(saved_state, last=repeat == self.repeats)
         if self.world.is_main:
             (self.place / "figures.json").write_text(json.dumps(self.figures))
 
-    def turn(self, saved: State, *, last: bool) -> None:
-        ours, theirs = self.place / "run", self.place / "dcp"
-        self.timed("raw synced write", lambda: self.raw(saved))
-        self.timed("save", lambda: self.save(ours, 1, saved))
-        self.timed("torch DCP, save", lambda: dcp.save(saved, checkpoint_id=theirs))
-        self.background(ours, 2, saved)
-        path = ours / "checkpoints" / "step-1"
+    def turn(self, saved_state: State, *, last: bool) -> None:
+        run_dir, dcp_dir = self.place / "run", self.place / "dcp"
+        self.time_work("raw synced write", lambda: self.raw(saved_state))
+        self.time_work("save", lambda: self.save(run_dir, 1, saved_state))
+        self.time_work("torch DCP, save", lambda: dcp.save(saved_state, checkpoint_id=dcp_dir))
+        self.background(run_dir, 2, saved_state)
+        path = run_dir / "checkpoints" / "step-1"
         for where, prepare in (("", read_all), (" from the disk", drop_all)):
-            loaded, again = self.state(0.0), self.state(0.0)
+            loaded_state, dcp_state = self.state(0.0), self.state(0.0)
             if self.world.is_main:
                 prepare(path)
-                prepare(theirs)
-            self.timed(f"load{where}", lambda: self.load(path, loaded))  # noqa: B023
-            self.timed(f"torch DCP, load{where}", lambda: dcp.load(again, checkpoint_id=theirs))  # noqa: B023
-            assert self.same(saved, loaded)
-            assert self.same(saved, again)
+                prepare(dcp_dir)
+            self.time_work(f"load{where}", lambda: self.load(path, loaded_state))  # noqa: B023
+            self.time_work(
+                f"torch DCP, load{where}",
+                lambda: dcp.load(dcp_state, checkpoint_id=dcp_dir),  # noqa: B023
+            )
+            assert self.same(saved_state, loaded_state)
+            assert self.same(saved_state, dcp_state)
         if last:
-            self.figures["damage named"] = [self.damaged(path, saved)]
-            self.figures["DCP, damage found"] = [self.damaged_dcp(theirs, saved, again)]
+            self.figures["damage named"] = [self.names_damage(path, saved_state)]
+            self.figures["DCP, damage found"] = [
+                self.dcp_notices_damage(dcp_dir, saved_state, dcp_state)
+            ]
         dist.barrier()
         if self.world.is_main:
-            shutil.rmtree(theirs)
-            shutil.rmtree(ours)
+            shutil.rmtree(dcp_dir)
+            shutil.rmtree(run_dir)
 
-    def timed(self, name: str, work: Callable[[], object]) -> None:
+    def time_work(self, name: str, work: Callable[[], object]) -> None:
         """Until the last rank has done it."""
         dist.barrier()
-        begun = time.perf_counter()
+        start = time.perf_counter()
         work()
         dist.barrier()
-        self.figures.setdefault(name, []).append(time.perf_counter() - begun)
+        self.figures.setdefault(name, []).append(time.perf_counter() - start)
         if self.world.is_main:
             print(f"{name}: {self.figures[name][-1]:.2f} s", file=sys.stderr)
 
@@ -164,15 +169,19 @@ class Ranks:
         path.unlink()
 
     def save(self, root: Path, step: int, state: State) -> None:
-        components = {c: {n: rows_to_save(t) for n, t in each.items()} for c, each in state.items()}
+        components = {
+            c: {n: rows_to_save(t) for n, t in tensors.items()} for c, tensors in state.items()
+        }
         publish_checkpoint(root, step, CheckpointContent(components, {}, {}), world=self.world)
 
     def background(self, root: Path, step: int, state: State) -> None:
         """A save for which training stops only while the tensors are copied."""
         saver = Saver(CheckpointConfig(asynchronous=True), self.world, root, lambda _: None)
-        components = {c: {n: rows_to_save(t) for n, t in each.items()} for c, each in state.items()}
+        components = {
+            c: {n: rows_to_save(t) for n, t in tensors.items()} for c, tensors in state.items()
+        }
         snapshot = Snapshot(components, {}, {}, progress=Counters(step=step))
-        self.timed("stall of a background save", lambda: saver.save(snapshot))
+        self.time_work("stall of a background save", lambda: saver.save(snapshot))
         saver.finish()
 
     def load(self, path: Path, state: State) -> None:
@@ -181,22 +190,22 @@ class Ranks:
             load_checkpoint(path)
         dist.barrier()
         checkpoint = load_checkpoint(path, check=False)
-        for component, into in state.items():
+        for component, targets in state.items():
             with checkpoint.reading(component) as read:
-                copy_tensors(into, Parts(read, into, into.__getitem__))
+                copy_tensors(targets, Parts(read, targets, targets.__getitem__))
 
-    def same(self, saved: State, loaded: State) -> bool:
+    def same(self, saved_state: State, loaded_state: State) -> bool:
         return all(
-            torch.equal(to_local(tensor), to_local(loaded[component][name]))
-            for component, tensors in saved.items()
+            torch.equal(to_local(tensor), to_local(loaded_state[component][name]))
+            for component, tensors in saved_state.items()
             for name, tensor in tensors.items()
         )
 
-    def damaged(self, path: Path, saved: State) -> float:
+    def names_damage(self, path: Path, saved_state: State) -> float:
         """Whether a flipped byte is found and its file named."""
         file = path / "optimizer" / "1-of-2.safetensors"
         if self.world.rank == 1:
-            flip(file, saved)
+            flip(file, saved_state)
         dist.barrier()
         if self.world.is_main:
             try:
@@ -205,16 +214,16 @@ class Ranks:
                 return float(str(file) in str(error))
         return 0.0
 
-    def damaged_dcp(self, folder: Path, saved: State, loaded: State) -> float:
+    def dcp_notices_damage(self, folder: Path, saved_state: State, loaded_state: State) -> float:
         """Whether loading fails; it is checked that what was loaded differs otherwise."""
         if self.world.rank == 1:
-            flip(folder / "__1_0.distcp", saved)
+            flip(folder / "__1_0.distcp", saved_state)
         dist.barrier()
         try:
-            dcp.load(loaded, checkpoint_id=folder)
+            dcp.load(loaded_state, checkpoint_id=folder)
         except CheckpointException:
             return 1.0
-        assert self.world.is_main or not self.same(saved, loaded)
+        assert self.world.is_main or not self.same(saved_state, loaded_state)
         return 0.0
 
 
@@ -234,25 +243,25 @@ def drop_all(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def flip(file: Path, saved: State) -> None:
+def flip(file: Path, saved_state: State) -> None:
     """Change a bit of a moment that a file holds."""
-    (_, moment), *_ = saved["optimizer"].items()
-    with file.open("r+b") as opened, mmap.mmap(opened.fileno(), 0) as content:
+    (_, moment), *_ = saved_state["optimizer"].items()
+    with file.open("r+b") as stream, mmap.mmap(stream.fileno(), 0) as content:
         place = content.find(to_local(moment).numpy().tobytes()[:64])
         assert place >= 0
         content[place] ^= 1
 
 
-def report(found: Mapping[str, list[float]], chosen: Options) -> None:
-    def ratio(one: str, other: str) -> list[float]:
-        return [a / b for a, b in zip(found[one], found[other], strict=True)]
+def report(figures: Mapping[str, list[float]], run_options: Options) -> None:
+    def ratio(first: str, other: str) -> list[float]:
+        return [a / b for a, b in zip(figures[first], figures[other], strict=True)]
 
     loads = ("load", "torch DCP, load", "load from the disk", "torch DCP, load from the disk")
     seconds = ("raw synced write", "save", "torch DCP, save", *loads)
     publish_cases(
         "sharded_saves",
         [
-            *(case(name, found[name], "s") for name in (*seconds, "stall of a background save")),
+            *(case(name, figures[name], "s") for name in (*seconds, "stall of a background save")),
             case("save / raw synced write", ratio("save", "raw synced write"), "ratio", most=1.3),
             case("torch DCP / ours, save", ratio("torch DCP, save", "save"), "ratio", least=3.0),
             case("torch DCP / ours, load", ratio("torch DCP, load", "load"), "ratio", least=3.0),
@@ -261,10 +270,10 @@ def report(found: Mapping[str, list[float]], chosen: Options) -> None:
                 ratio("torch DCP, load from the disk", "load from the disk"),
                 "ratio",
             ),
-            case("flipped byte: ours names the file", found["damage named"], "of 1", least=1.0),
-            case("flipped byte: torch DCP notices", found["DCP, damage found"], "of 1"),
+            case("flipped byte: ours names the file", figures["damage named"], "of 1", least=1.0),
+            case("flipped byte: torch DCP notices", figures["DCP, damage found"], "of 1"),
         ],
-        chosen,
+        run_options,
     )
 
 

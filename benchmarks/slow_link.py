@@ -81,25 +81,27 @@ def main() -> None:
     words = parser(__doc__)
     words.add_argument("--seeds", type=int, help="default: 3")
     words.add_argument("--delay", type=float, default=0.025, help="seconds; default: 0.025")
-    parsed = words.parse_args()
-    chosen = options(parsed)
+    arguments = words.parse_args()
+    run_options = options(arguments)
     contenders = CONTENDERS
-    if chosen.quick:
-        contenders = tuple(replace(each, steps=4) for each in CONTENDERS)
-    seeds = range(1, (parsed.seeds or (1 if chosen.quick else 3)) + 1)
-    delay_s = 0.001 if chosen.quick else parsed.delay
-    found: dict[str, list[Reached]] = {each.name: [] for each in contenders}
+    if run_options.quick:
+        contenders = tuple(replace(contender, steps=4) for contender in CONTENDERS)
+    seeds = range(1, (arguments.seeds or (1 if run_options.quick else 3)) + 1)
+    delay_s = 0.001 if run_options.quick else arguments.delay
+    results: dict[str, list[Reached]] = {contender.name: [] for contender in contenders}
     with tempfile.TemporaryDirectory() as folder:
-        data = text_for(Path(folder), 60_000 if chosen.quick else 1_000_000)
+        data = text_for(Path(folder), 60_000 if run_options.quick else 1_000_000)
         for seed in seeds:
             turn = seed % len(contenders)
-            for each in (*contenders[turn:], *contenders[:turn]):
-                reached = run(each, seed, data, delay_s, Path(folder), quick=chosen.quick)
-                found[each.name].append(reached)
-                at, loss = reached.evaluations[-1]
-                print(f"seed {seed}: {each.name}: {loss:.4f} after {at:.1f} s", file=sys.stderr)
+            for contender in (*contenders[turn:], *contenders[:turn]):
+                result = run(contender, seed, data, delay_s, Path(folder), quick=run_options.quick)
+                results[contender.name].append(result)
+                at, loss = result.evaluations[-1]
+                print(
+                    f"seed {seed}: {contender.name}: {loss:.4f} after {at:.1f} s", file=sys.stderr
+                )
     title = f"{round(1000 * delay_s)} ms each way"
-    publish("slow_link", cases(title, found), chosen, threads_per_rank=1, delay_s=delay_s)
+    publish("slow_link", cases(title, results), run_options, threads_per_rank=1, delay_s=delay_s)
 
 
 def run(
@@ -126,15 +128,15 @@ def run(
     if quick:
         settings = (*settings, "model.n_layer=1", "eval.eval_iters=1")
     words = [word for text in settings for word in ("--set", text)]
-    with two_hosts(Wire(delay_s)) as both:
-        hosts = both[: contender.hosts]
-        started = [
+    with two_hosts(Wire(delay_s)) as host_pair:
+        hosts = host_pair[: contender.hosts]
+        processes = [
             host.start([PYTHON, "-m", "instar.train", *words], place, rank_of(number, hosts))
             for number, host in enumerate(hosts)
         ]
-        for one in started:
-            if one.finish(LIMIT_S):
-                sys.exit(f"{contender.name} failed:\n{one.output()}")
+        for process in processes:
+            if process.finish(LIMIT_S):
+                sys.exit(f"{contender.name} failed:\n{process.output()}")
     events = [*read_events(place / "run" / "events.jsonl")]
     (end,) = (event for event in events if isinstance(event, RunFinished))
     return Reached(
@@ -154,29 +156,31 @@ def rank_of(number: int, hosts: Sequence[Host]) -> dict[str, str]:
     }
 
 
-def cases(title: str, found: Mapping[str, Sequence[Reached]]) -> list[Case]:
+def cases(title: str, results: Mapping[str, Sequence[Reached]]) -> list[Case]:
     """Losses, seconds to the target, and their ratios, seed by seed."""
-    targets = [reached.evaluations[-1][1] + CHANCE for reached in found[DDP.name]]
+    targets = [result.evaluations[-1][1] + CHANCE for result in results[DDP.name]]
     seconds: dict[str, list[float]] = {}
-    made: list[Case] = []
-    for name, runs in found.items():
-        finals = [reached.evaluations[-1][1] for reached in runs]
-        reached = [one.seconds_to(target) for one, target in zip(runs, targets, strict=True)]
-        made.append(case(f"{title}: final validation loss, {name}", finals, "nats"))
-        per_step = [1000 * one.seconds_per_step for one in runs]
-        made.append(case(f"{title}: time of a step, {name}", per_step, "ms"))
-        if None in reached:
-            missed = [max(0.0, loss - target) for loss, target in zip(finals, targets, strict=True)]
-            made.append(
-                case(f"{title}: final loss above the target, {name}", missed, "nats", most=0)
+    case_list: list[Case] = []
+    for name, runs in results.items():
+        finals = [result.evaluations[-1][1] for result in runs]
+        times = [result.seconds_to(target) for result, target in zip(runs, targets, strict=True)]
+        case_list.append(case(f"{title}: final validation loss, {name}", finals, "nats"))
+        per_step = [1000 * result.seconds_per_step for result in runs]
+        case_list.append(case(f"{title}: time of a step, {name}", per_step, "ms"))
+        if None in times:
+            excess = [max(0.0, loss - target) for loss, target in zip(finals, targets, strict=True)]
+            case_list.append(
+                case(f"{title}: final loss above the target, {name}", excess, "nats", most=0)
             )
-        ends = [one.evaluations[-1][0] for one in runs]
-        seconds[name] = [at or end for at, end in zip(reached, ends, strict=True)]
-        made.append(case(f"{title}: time to target, {name}", seconds[name], "s"))
+        ends = [result.evaluations[-1][0] for result in runs]
+        seconds[name] = [at or end for at, end in zip(times, ends, strict=True)]
+        case_list.append(case(f"{title}: time to target, {name}", seconds[name], "s"))
     for name, bar in ((DDP.name, BAR), (ALONE.name, None)):
         ratios = [a / b for a, b in zip(seconds[DILOCO.name], seconds[name], strict=True)]
-        made.append(case(f"{title}: time to target, DiLoCo / {name}", ratios, "ratio", most=bar))
-    return made
+        case_list.append(
+            case(f"{title}: time to target, DiLoCo / {name}", ratios, "ratio", most=bar)
+        )
+    return case_list
 
 
 if __name__ == "__main__":

@@ -44,12 +44,12 @@ def make_sparse(folder: Path, tokens: int) -> None:
     tensor = {"dtype": "U16", "shape": [tokens], "data_offsets": [0, size]}
     header = json.dumps({"__metadata__": metadata, "tokens": tensor}).encode()
     header += b" " * (-len(header) % 8)
-    with atomic_dir(folder) as aside:
-        with (aside / shard.file).open("wb") as file:
+    with atomic_dir(folder) as new_folder:
+        with (new_folder / shard.file).open("wb") as file:
             file.write(len(header).to_bytes(8, "little") + header)
             file.truncate(8 + len(header) + size)
         write_record(
-            aside,
+            new_folder,
             tokenizer=TokenizerRecord("holes", "holes"),
             vocab_size=VOCABULARY,
             splits={"train": (shard,)},
@@ -61,13 +61,13 @@ def growth(folder: Path, batches: int, batch: int, context: int) -> dict[str, fl
     """MB by which this process grew at most while it read batches at random, by kind."""
     windows = TokenWindows(open_dataset(folder).split("train"), context)
     order = make_order("shuffled", len(windows), seed=1)
-    before = most = resident()
+    before = peak = resident()
     with Prefetcher(LocalReader(windows, order, 1, range(1), "rank 0")) as feed:
         for step in range(batches):
             feed.take(step * batch, batch, batch)
             if step % LOOK_EVERY == LOOK_EVERY - 1:
-                most = {kind: max(mb, most[kind]) for kind, mb in resident().items()}
-    return {kind: most[kind] - before[kind] for kind in most}
+                peak = {kind: max(mb, peak[kind]) for kind, mb in resident().items()}
+    return {kind: peak[kind] - before[kind] for kind in peak}
 
 
 def resident() -> dict[str, float]:

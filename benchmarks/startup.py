@@ -61,7 +61,7 @@ print(sum(name.partition(".")[0] == "torch" for name in sys.modules))
 class Ended:
     """A process that has ended well."""
 
-    started: float
+    start_time: float
     """Unix time"""
     seconds: float
     peak_mib: float
@@ -72,9 +72,9 @@ class Ended:
 def main() -> None:
     words = parser(__doc__)
     words.add_argument("--repeats", type=int, default=10, help="of runs; commands three times")
-    parsed = words.parse_args()
-    chosen = options(parsed)
-    quick, repeats = chosen.quick, parsed.repeats
+    arguments = words.parse_args()
+    run_options = options(arguments)
+    quick, repeats = run_options.quick, arguments.repeats
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         data = [
@@ -82,8 +82,8 @@ def main() -> None:
             f"data.max_bytes={200_000 if quick else 1_000_000}",
             f"record.out_dir={folder / 'runs'}",
         ]
-        loaded = load_config(None, data)
-        prepare_dataset(loaded.config.data, loaded.config.seed, say=lambda _: None)
+        loaded_config = load_config(None, data)
+        prepare_dataset(loaded_config.config.data, loaded_config.config.seed, say=lambda _: None)
         (folder / "run.yaml").write_text("name: timed\n", encoding="utf-8")
         cases = [
             *commands(folder, data, 1 if quick else 3 * repeats),
@@ -94,48 +94,48 @@ def main() -> None:
                 else memory("10 M parameters", [*TEN_M, *data], folder, min(3, repeats), steps=6)
             ),
         ]
-    publish("startup", cases, chosen)
+    publish("startup", cases, run_options)
 
 
 def commands(folder: Path, data: Sequence[str], repeats: int) -> list[Case]:
     """Wall time of what answers without training."""
     config, run = folder / "run.yaml", folder / "inspected"
-    ended(instar("train", *sets([*TINY, *data, f"record.run_dir={run}"])))
+    run_command(instar("train", *sets([*TINY, *data, f"record.run_dir={run}"])))
     bars = {"instar --help": 120.0, "instar checkpoint inspect": 200.0}
-    asked = {
+    command_words = {
         "instar --help": ["--help"],
         "instar config validate": ["config", "validate", str(config)],
         "instar train --dry-run": ["train", str(config), "--dry-run", *sets(data)],
         "instar checkpoint inspect": ["checkpoint", "inspect", str(run)],
     }
-    taken: dict[str, list[float]] = {name: [] for name in asked}
+    milliseconds: dict[str, list[float]] = {name: [] for name in command_words}
     for _ in range(repeats):
-        for name, words in asked.items():
-            taken[name].append(1e3 * ended(instar(*words)).seconds)
-    imported = ended([sys.executable, "-c", TORCH_AFTER_HELP]).output.split()[-1]
+        for name, words in command_words.items():
+            milliseconds[name].append(1e3 * run_command(instar(*words)).seconds)
+    module_count = run_command([sys.executable, "-c", TORCH_AFTER_HELP]).output.split()[-1]
     return [
-        *(case(name, figures, "ms", most=bars.get(name)) for name, figures in taken.items()),
-        case("instar --help: modules of torch imported", [float(imported)], "modules", most=0),
+        *(case(name, figures, "ms", most=bars.get(name)) for name, figures in milliseconds.items()),
+        case("instar --help: modules of torch imported", [float(module_count)], "modules", most=0),
     ]
 
 
 def first_step(overrides: Sequence[str], folder: Path, repeats: int) -> list[Case]:
     """From the start of the process to the end of a tiny run's first step."""
-    ours, bare = [], []
+    instar_times, bare = [], []
     for repeat in range(repeats):
         run = folder / f"first-{repeat}"
-        training = ended(instar("train", *sets([*overrides, f"record.run_dir={run}"])))
+        training = run_command(instar("train", *sets([*overrides, f"record.run_dir={run}"])))
         events = read_events(run / "events.jsonl")
         step = next(event for event in events if isinstance(event, Train))
-        script = ended(bare_loop(overrides, 1))
-        ours.append(step.time - training.started)
-        bare.append(float(script.output) - script.started)
+        script = run_command(bare_loop(overrides, 1))
+        instar_times.append(step.time - training.start_time)
+        bare.append(float(script.output) - script.start_time)
     return [
-        case("tiny run: start to first step, instar train", ours, "s"),
+        case("tiny run: start to first step, instar train", instar_times, "s"),
         case("tiny run: start to first step, bare script", bare, "s"),
         case(
             "tiny run: start to first step, instar train / bare script",
-            [one / other for one, other in zip(ours, bare, strict=True)],
+            [instar_time / other for instar_time, other in zip(instar_times, bare, strict=True)],
             "ratio",
             most=1.05,
         ),
@@ -146,14 +146,18 @@ def memory(
     name: str, overrides: Sequence[str], folder: Path, repeats: int, steps: int
 ) -> list[Case]:
     """Peak resident memory of whole processes."""
-    ours, bare = [], []
+    instar_peaks, bare = [], []
     for repeat in range(repeats):
-        sized = [*overrides, f"train.until=[{steps}it]", f"record.run_dir={folder / f'm{repeat}'}"]
-        ours.append(ended(instar("train", *sets(sized))).peak_mib)
-        bare.append(ended(bare_loop(overrides, steps)).peak_mib)
-    ratios = [one / other for one, other in zip(ours, bare, strict=True)]
+        run_overrides = [
+            *overrides,
+            f"train.until=[{steps}it]",
+            f"record.run_dir={folder / f'm{repeat}'}",
+        ]
+        instar_peaks.append(run_command(instar("train", *sets(run_overrides))).peak_mib)
+        bare.append(run_command(bare_loop(overrides, steps)).peak_mib)
+    ratios = [instar_peak / other for instar_peak, other in zip(instar_peaks, bare, strict=True)]
     return [
-        case(f"{name}: peak memory, instar train", ours, "MiB"),
+        case(f"{name}: peak memory, instar train", instar_peaks, "MiB"),
         case(f"{name}: peak memory, bare loop", bare, "MiB"),
         case(f"{name}: peak memory, instar train / bare loop", ratios, "ratio", most=1.0),
     ]
@@ -168,11 +172,11 @@ def instar(*words: str) -> list[str]:
 
 def bare_loop(overrides: Sequence[str], steps: int) -> list[str]:
     """`bare.py` with the same model, tokens and batch."""
-    prepared = preflight(load_config(None, overrides), 1)
-    shard = text_of(prepared).opened.path / "train-00000.safetensors"
-    shape = json.dumps(prepared.spec.architecture.to_dict())
+    prepared_run = preflight(load_config(None, overrides), 1)
+    shard = text_of(prepared_run).opened.path / "train-00000.safetensors"
+    shape = json.dumps(prepared_run.spec.architecture.to_dict())
     script = Path(__file__).with_name("bare.py")
-    batch = prepared.config.train.batch_size
+    batch = prepared_run.config.train.batch_size
     return [sys.executable, *map(str, (script, shard, shape, batch, steps))]
 
 
@@ -180,7 +184,7 @@ def sets(overrides: Sequence[str]) -> list[str]:
     return [word for text in overrides for word in ("--set", text)]
 
 
-def ended(command: Sequence[str]) -> Ended:
+def run_command(command: Sequence[str]) -> Ended:
     """Run a command to its end.
 
     Raises:
@@ -188,20 +192,20 @@ def ended(command: Sequence[str]) -> Ended:
     """
     # compiled modules are kept, as anybody has them who called the command before
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as said:
-        started, begun = time.time(), time.perf_counter()
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as file:
+        start_time, start = time.time(), time.perf_counter()
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=environment
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment
         )
         _, status, usage = os.wait4(process.pid, 0)
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - start
         process.returncode = os.waitstatus_to_exitcode(status)
-        said.seek(0)
-        output = said.read()
+        file.seek(0)
+        output = file.read()
     if process.returncode:
         sys.exit(f"{' '.join(command)} ended with {process.returncode}:\n{output}")
     unit = 1 if sys.platform == "darwin" else 1024
-    return Ended(started, seconds, usage.ru_maxrss * unit / 2**20, output)
+    return Ended(start_time, seconds, usage.ru_maxrss * unit / 2**20, output)
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ class Barred:
     benchmark: str
     case: str
     figure: Figure
-    met: bool
+    is_met: bool
     commit: str
     date: str
     """YYYY-MM-DD; empty: not recorded"""
@@ -72,10 +72,12 @@ class Barred:
 
 def main() -> None:
     PAGE.write_text(page(RESULTS), encoding="utf-8")
-    print(f"{PAGE.relative_to(PAGE.parents[1])}: of all bars, {count(barred(RESULTS))} are met")
+    print(
+        f"{PAGE.relative_to(PAGE.parents[1])}: of all bars, {count(cases_with_bars(RESULTS))} are met"
+    )
 
 
-def barred(results: Path) -> list[Barred]:
+def cases_with_bars(results: Path) -> list[Barred]:
     """All cases with a bar, in the order of files and of cases in them."""
     return [
         case
@@ -92,7 +94,7 @@ def _of(result: dict[str, Any], results: Path) -> Iterator[Barred]:
     commit = result["versions"].get("commit", "")[:7]
     date = result.get("date", "")
     if not (commit and date):  # older results; their history was made from git's
-        commit, date = _known(read(results / HISTORY, name), commit, date)
+        commit, date = _commit_and_date(read(results / HISTORY, name), commit, date)
     for case in result["cases"]:
         if case["bar"] is not None:
             yield Barred(
@@ -107,7 +109,7 @@ def _of(result: dict[str, Any], results: Path) -> Iterator[Barred]:
             )
 
 
-def _known(entries: Sequence[Entry], commit: str, date: str) -> tuple[str, str]:
+def _commit_and_date(entries: Sequence[Entry], commit: str, date: str) -> tuple[str, str]:
     """Commit and date of the newest entry that may be the one looked for."""
     for entry in reversed(entries):
         if commit in ("", entry.commit):
@@ -117,27 +119,31 @@ def _known(entries: Sequence[Entry], commit: str, date: str) -> tuple[str, str]:
 
 def page(results: Path) -> str:
     """The whole page, as Markdown."""
-    cases = barred(results)
-    missed = [case for case in cases if not case.met]
+    cases = cases_with_bars(results)
+    unmet = [case for case in cases if not case.is_met]
     groups: dict[str, list[Barred]] = {name: [] for name in [*GROUPS, STUDIES]}
     trials: list[Barred] = []
     for case in cases:
         if case.benchmark.startswith(TORTURE):
             trials.append(case)
-        elif case.met:
+        elif case.is_met:
             groups[group_of(case.benchmark)].append(case)
     parts = [INTRODUCTION, f"Of all bars, {count(cases)} are met.\n"]
-    if missed:
-        parts.append(f"## Not met\n\n{table(missed)}")
-    parts += [f"## Met: {name}\n\n{table(found)}" for name, found in groups.items() if found]
+    if unmet:
+        parts.append(f"## Not met\n\n{table(unmet)}")
+    parts += [
+        f"## Met: {name}\n\n{table(group_cases)}"
+        for name, group_cases in groups.items()
+        if group_cases
+    ]
     if trials:
         parts.append(f"## Fault trials (`make torture`)\n\n{torture(trials)}")
     return "\n".join(parts)
 
 
 def count(cases: Sequence[Barred]) -> str:
-    met = sum(case.met for case in cases)
-    return f"{met} of {len(cases)}"
+    met_count = sum(case.is_met for case in cases)
+    return f"{met_count} of {len(cases)}"
 
 
 def group_of(benchmark: str) -> str:
@@ -167,9 +173,9 @@ def _unit(unit: str) -> str:
     return "" if unit == "ratio" else unit
 
 
-def machine(found: Machine) -> str:
+def machine(record: Machine) -> str:
     """Briefly: vendors' marks say nothing."""
-    return re.sub(r"\((R|TM)\)| (Processor|CPU)\b", "", str(found))
+    return re.sub(r"\((R|TM)\)| (Processor|CPU)\b", "", str(record))
 
 
 def torture(cases: Sequence[Barred]) -> str:
@@ -178,22 +184,22 @@ def torture(cases: Sequence[Barred]) -> str:
     for case in cases:
         families[case.benchmark.removeprefix(TORTURE).partition("-")[0]].append(case)
     rows = []
-    for family, found in families.items():
-        names = sorted({case.benchmark.removeprefix(TORTURE + family) for case in found})
+    for family, family_cases in families.items():
+        names = sorted({case.benchmark.removeprefix(TORTURE + family) for case in family_cases})
         kinds = ", ".join(name.removeprefix("-").replace("-", " ") for name in names if name)
         trials: dict[str, int] = defaultdict(int)
-        for case in found:  # several cases may be of the same trials
+        for case in family_cases:  # several cases may be of the same trials
             trials[case.benchmark] = max(trials[case.benchmark], _times(case.case))
-        last = max(found, key=lambda case: case.date)
+        last = max(family_cases, key=lambda case: case.date)
         number = f"{sum(trials.values()):,}" if any(trials.values()) else ""
-        rows.append((family, kinds, number, count(found), last.commit, last.date))
+        rows.append((family, kinds, number, count(family_cases), last.commit, last.date))
     return _markdown(("faults", "kinds", "trials", "met", "commit", "date"), rows)
 
 
 def _times(case: str) -> int:
     """How many trials a case like "9,334 × cuts" counts; 0: it counts something else."""
-    found = re.match(r"([\d,]+) × ", case)
-    return int(found[1].replace(",", "")) if found else 0
+    match = re.match(r"([\d,]+) × ", case)
+    return int(match[1].replace(",", "")) if match else 0
 
 
 def _markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -87,8 +87,12 @@ class Measured:
     def ratios(self, name: str) -> list[float]:
         """Instar's speed as a multiple of another's: each heat's median over its rounds."""
         return [
-            statistics.median(them / us for them, us in zip(theirs, ours, strict=True))
-            for theirs, ours in zip(self.seconds[name], self.seconds["instar"], strict=True)
+            statistics.median(
+                other / us for other, us in zip(other_rounds, instar_rounds, strict=True)
+            )
+            for other_rounds, instar_rounds in zip(
+                self.seconds[name], self.seconds["instar"], strict=True
+            )
         ]
 
     def speeds(self, name: str, amount: float) -> list[float]:
@@ -98,7 +102,7 @@ class Measured:
     def memory(self, name: str) -> list[float]:
         """Instar's most memory as a multiple of another's, by heat."""
         pairs = zip(self.peak_bytes["instar"], self.peak_bytes[name], strict=True)
-        return [us / them for us, them in pairs]
+        return [us / other for us, other in pairs]
 
 
 def gpt(layers: int, heads: int, width: int, context: int, batch: int) -> tuple[str, ...]:
@@ -168,26 +172,28 @@ def main() -> None:
         help="of every contender; default: 1 on a CPU alone, so that processor time can be taken",
     )
     words.add_argument("--heats", type=int, metavar="N", help="of every size; default: its own")
-    parsed = words.parse_args()
-    chosen = options(parsed)
+    arguments = words.parse_args()
+    run_options = options(arguments)
     on_gpu = torch.cuda.is_available()
-    threads: int | None = parsed.threads or (None if on_gpu else 1)
+    threads: int | None = arguments.threads or (None if on_gpu else 1)
     if threads:
         torch.set_num_threads(threads)
-    names = present(chosen.quick)
-    sizes = (QUICK,) if chosen.quick else (*CPU, *([GPU] if on_gpu else []))
+    names = present(run_options.quick)
+    sizes = (QUICK,) if run_options.quick else (*CPU, *([GPU] if on_gpu else []))
     cases: list[Case] = []
     with tempfile.TemporaryDirectory() as folder:
-        data = text_for(Path(folder), 200_000 if chosen.quick else 4_000_000)
-        for each in sizes:
-            size = replace(each, heats=parsed.heats or each.heats)
+        data = text_for(Path(folder), 200_000 if run_options.quick else 4_000_000)
+        for preset_size in sizes:
+            size = replace(preset_size, heats=arguments.heats or preset_size.heats)
             overrides = (*size.overrides, *SAME, *data)
             cases += measure(size, overrides, names, threads)
             if size.best:
                 cases += measure_best(size, overrides, threads)
     libraries = ["transformers", "accelerate", "lightning"]
-    installed = [name for name in libraries if importlib.util.find_spec(name)]
-    publish("throughput", cases, chosen, libraries=installed, threads=torch.get_num_threads())
+    library_names = [name for name in libraries if importlib.util.find_spec(name)]
+    publish(
+        "throughput", cases, run_options, libraries=library_names, threads=torch.get_num_threads()
+    )
 
 
 def present(quick: bool) -> list[str]:
@@ -207,8 +213,8 @@ def present(quick: bool) -> list[str]:
 def text_for(folder: Path, size: int) -> tuple[str, ...]:
     """Overrides that name `size` bytes of the standard library's source, made into tokens."""
     overrides = (f"data.path={folder / 'tokens'}", f"data.max_bytes={size}")
-    loaded = load_config(None, overrides)
-    prepare_dataset(loaded.config.data, loaded.config.seed, say=lambda _: None)
+    loaded_config = load_config(None, overrides)
+    prepare_dataset(loaded_config.config.data, loaded_config.config.seed, say=lambda _: None)
     return overrides
 
 
@@ -216,35 +222,40 @@ def measure(
     size: Size, overrides: Sequence[str], names: Sequence[str], threads: int | None
 ) -> list[Case]:
     """Speeds, Instar's ratios to the others, and its share of the peak."""
-    prepared = preflight(load_config(None, overrides), 1)
-    arch, config = prepared.spec.architecture, prepared.config
+    prepared_run = preflight(load_config(None, overrides), 1)
+    arch, config = prepared_run.spec.architecture, prepared_run.config
     precision = torch.bfloat16 if config.precision == "bf16" else torch.float32
     peak = measure_peak_flops(config.device, precision)
     differ = 1e-3 if config.precision == "fp32" else 0.02
     entries = {name: Entry(name) for name in names}
-    found = compete(size, overrides, entries, threads, differ=differ)
+    measurement = compete(size, overrides, entries, threads, differ=differ)
     peak = max(peak, measure_peak_flops(config.device, precision))
     tokens = size.round * config.train.batch_size * arch.context
-    used = found.speeds("instar", tokens * flops_per_token(arch) / peak)
+    used = measurement.speeds("instar", tokens * flops_per_token(arch) / peak)
     title = f"{size.name} ({count_parameters(arch).total / 1e6:.3g} M)"
     batch = f"{config.train.batch_size}×{arch.context}"
     return [
         *(
-            case(f"{title}, {batch} tokens: {NAMES[n]}", found.speeds(n, tokens), "tokens/s")
+            case(f"{title}, {batch} tokens: {NAMES[n]}", measurement.speeds(n, tokens), "tokens/s")
             for n in names
         ),
-        case(f"{title}: Instar / {NAMES['bare']}", found.ratios("bare"), "ratio", least=0.99),
+        case(f"{title}: Instar / {NAMES['bare']}", measurement.ratios("bare"), "ratio", least=0.99),
         *(
-            case(f"{title}: Instar / {NAMES[n]}", found.ratios(n), "ratio", least=1.1)
+            case(f"{title}: Instar / {NAMES[n]}", measurement.ratios(n), "ratio", least=1.1)
             for n in names
             if n == "plain"
         ),
         *(
-            case(f"{title}: Instar / {NAMES[n]}", found.ratios(n), "ratio", above=1.0)
+            case(f"{title}: Instar / {NAMES[n]}", measurement.ratios(n), "ratio", above=1.0)
             for n in names
             if n in NEEDS
         ),
-        case(f"{title}: memory, Instar / {NAMES['bare']}", found.memory("bare"), "ratio", most=1.0),
+        case(
+            f"{title}: memory, Instar / {NAMES['bare']}",
+            measurement.memory("bare"),
+            "ratio",
+            most=1.0,
+        ),
         case(
             f"{title}: Instar's share of the measured peak FLOP/s",
             used,
@@ -261,14 +272,19 @@ def measure_best(size: Size, overrides: Sequence[str], threads: int | None) -> l
         "same": Entry("bare", size.best),
         "float32": Entry("bare"),
     }
-    found = compete(size, overrides, entries, threads, differ=0.02)
+    measurement = compete(size, overrides, entries, threads, differ=0.02)
     title = f"{size.name}, {', '.join(size.best)}"
     return [
         case(
-            f"{title}: Instar / bare loop in float32", found.ratios("float32"), "ratio", least=1.4
+            f"{title}: Instar / bare loop in float32",
+            measurement.ratios("float32"),
+            "ratio",
+            least=1.4,
         ),
-        case(f"{title}: Instar / bare loop, the same", found.ratios("same"), "ratio", least=1.0),
-        case(f"{title}: memory, Instar / bare loop", found.memory("same"), "ratio", most=1.0),
+        case(
+            f"{title}: Instar / bare loop, the same", measurement.ratios("same"), "ratio", least=1.0
+        ),
+        case(f"{title}: memory, Instar / bare loop", measurement.memory("same"), "ratio", most=1.0),
     ]
 
 
@@ -289,7 +305,7 @@ def compete(
         SystemExit: a contender failed, or did other work than Instar, as its first losses show.
     """
     steps = size.warmup + size.round * size.rounds
-    asked = {
+    requests = {
         name: {
             "overrides": [*overrides, *entry.overrides, f"train.until=[{steps + 1}it]"],
             "warmup": size.warmup,
@@ -298,37 +314,39 @@ def compete(
         }
         for name, entry in entries.items()
     }
-    found = Measured({name: [] for name in entries}, {name: [] for name in entries})
+    measurement = Measured({name: [] for name in entries}, {name: [] for name in entries})
     for heat in range(size.heats):
         turns = random.Random(heat)
         seconds: dict[str, list[float]] = {name: [] for name in entries}
         with ExitStack() as stack:
-            there = {
-                name: stack.enter_context(started(entry.contender, asked[name], threads))
+            contenders = {
+                name: stack.enter_context(start_contender(entry.contender, requests[name], threads))
                 for name, entry in entries.items()
             }
-            losses = {name: one.warm_up() for name, one in there.items()}
+            losses = {name: contender.warm_up() for name, contender in contenders.items()}
             check_same_work(losses, differ)
             for _ in range(size.rounds):
                 # at random: turns that only rotate would leave everybody the same predecessor
                 for name in turns.sample(list(entries), len(entries)):
-                    taken, peak_bytes = there[name].make_round()
-                    seconds[name].append(taken)
+                    round_s, peak_bytes = contenders[name].make_round()
+                    seconds[name].append(round_s)
                     if len(seconds[name]) == size.rounds:
-                        found.peak_bytes[name].append(peak_bytes)
-        for name, each in seconds.items():
-            found.seconds[name].append(each)
-        ratios = {name: f"{found.ratios(name)[-1]:.3f}" for name in entries if name != "instar"}
-        said = f"{size.name}: heat {heat + 1} of {size.heats}, Instar / others {ratios}"
-        print(said, file=sys.stderr)
-    return found
+                        measurement.peak_bytes[name].append(peak_bytes)
+        for name, rounds in seconds.items():
+            measurement.seconds[name].append(rounds)
+        ratios = {
+            name: f"{measurement.ratios(name)[-1]:.3f}" for name in entries if name != "instar"
+        }
+        message = f"{size.name}: heat {heat + 1} of {size.heats}, Instar / others {ratios}"
+        print(message, file=sys.stderr)
+    return measurement
 
 
 class Contender:
     """A process of `contenders.py`: it works when told to, and waits."""
 
-    def __init__(self, name: str, process: subprocess.Popen[str], said: IO[str]) -> None:
-        self.name, self.process, self.said = name, process, said
+    def __init__(self, name: str, process: subprocess.Popen[str], stderr: IO[str]) -> None:
+        self.name, self.process, self.stderr = name, process, stderr
 
     def warm_up(self) -> list[float]:
         """The losses that it saw."""
@@ -337,8 +355,8 @@ class Contender:
 
     def make_round(self) -> tuple[float, int]:
         """Seconds that the next round took, and the most bytes of memory so far."""
-        taken, peak_bytes = self._go()
-        return taken, peak_bytes
+        seconds, peak_bytes = self._go()
+        return seconds, peak_bytes
 
     def _go(self) -> Any:
         assert self.process.stdin is not None
@@ -348,39 +366,43 @@ class Contender:
             self.process.stdin.flush()
         line = self.process.stdout.readline()
         if not line:
-            self.said.seek(0)
-            sys.exit(f"{NAMES[self.name]} failed:\n{self.said.read()}")
+            self.stderr.seek(0)
+            sys.exit(f"{NAMES[self.name]} failed:\n{self.stderr.read()}")
         return json.loads(line)
 
 
 @contextmanager
-def started(name: str, asked: Mapping[str, object], threads: int | None) -> Iterator[Contender]:
+def start_contender(
+    name: str, request: Mapping[str, object], threads: int | None
+) -> Iterator[Contender]:
     script = Path(__file__).with_name("contenders.py")
     environment = dict(os.environ)
     if threads:
         environment["OMP_NUM_THREADS"] = str(threads)
     with (
-        tempfile.TemporaryFile("w+", encoding="utf-8") as said,
+        tempfile.TemporaryFile("w+", encoding="utf-8") as stderr,
         subprocess.Popen(
-            [sys.executable, str(script), name, json.dumps(asked)],
+            [sys.executable, str(script), name, json.dumps(request)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=said,
+            stderr=stderr,
             text=True,
             env=environment,
         ) as process,
     ):
-        yield Contender(name, process, said)
+        yield Contender(name, process, stderr)
 
 
 def check_same_work(losses: Mapping[str, Sequence[float]], differ: float) -> None:
-    ours = losses["instar"]
-    for name, theirs in losses.items():
-        same = len(ours) == len(theirs) and all(
-            abs(a - b) <= differ * abs(a) for a, b in zip(ours, theirs, strict=True)
+    instar_losses = losses["instar"]
+    for name, other_losses in losses.items():
+        same = len(instar_losses) == len(other_losses) and all(
+            abs(a - b) <= differ * abs(a) for a, b in zip(instar_losses, other_losses, strict=True)
         )
         if not same:
-            sys.exit(f"{name} did other work than Instar: losses {theirs}, not {ours}")
+            sys.exit(
+                f"{name} did other work than Instar: losses {other_losses}, not {instar_losses}"
+            )
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ class Effort:
 
     recipe: Recipe
     fast_batch: int
-    grown: tuple[str, ...]
+    growth: tuple[str, ...]
     """what makes the contender that grows into this model"""
     seeds: int
     data_bytes: int
@@ -55,9 +55,9 @@ class Effort:
 
     @property
     def shape(self) -> tuple[str, ...]:
-        made = self.recipe
-        shape = {"n_layer": made.layers, "n_head": made.heads, "n_embd": made.width}
-        shape["context"] = made.context
+        recipe = self.recipe
+        shape = {"n_layer": recipe.layers, "n_head": recipe.heads, "n_embd": recipe.width}
+        shape["context"] = recipe.context
         return tuple(f"model.{key}={value}" for key, value in shape.items())
 
 
@@ -72,7 +72,7 @@ def grown_from(layers: int) -> tuple[str, ...]:
 FULL = Effort(
     Recipe(layers=4, heads=4, width=128, context=64, batch=12, peak=4e-3),
     fast_batch=12,
-    grown=grown_from(2),
+    growth=grown_from(2),
     seeds=3,
     data_bytes=1_000_000,
     plain_steps=2000,
@@ -82,7 +82,7 @@ FULL = Effort(
 LARGE = Effort(
     Recipe(layers=6, heads=6, width=384, context=256, batch=4, peak=5e-4),
     fast_batch=8,
-    grown=grown_from(3),
+    growth=grown_from(3),
     seeds=3,
     data_bytes=3_000_000,
     plain_steps=800,
@@ -128,40 +128,40 @@ def main() -> None:
     words.add_argument("--large", action="store_true", help="10 M parameters instead of 0.8 M")
     words.add_argument("--seeds", type=int, help=f"default: {FULL.seeds}")
     words.add_argument("--threads", type=int, help="of every contender; default: torch's own")
-    for flag, told in (
+    for flag, text in (
         ("--without", "leave this contender out"),
         ("--once", "train this contender with the first seed only"),
     ):
-        words.add_argument(flag, action="append", default=[], choices=OTHERS, help=told)
-    parsed = words.parse_args()
-    chosen = options(parsed)
-    effort = QUICK if chosen.quick else LARGE if parsed.large else FULL
-    there = present(chosen.quick)
+        words.add_argument(flag, action="append", default=[], choices=OTHERS, help=text)
+    arguments = words.parse_args()
+    run_options = options(arguments)
+    effort = QUICK if run_options.quick else LARGE if arguments.large else FULL
+    available = present(run_options.quick)
     names = [
         name
         for name in NAMES
-        if name not in parsed.without and (name in there or name not in NEEDS)
+        if name not in arguments.without and (name in available or name not in NEEDS)
     ]
-    if parsed.threads:
-        os.environ["OMP_NUM_THREADS"] = str(parsed.threads)
-    found: dict[str, list[Reached]] = {name: [] for name in names}
+    if arguments.threads:
+        os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
+    results: dict[str, list[Reached]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as folder:
         data = text_for(Path(folder), effort.data_bytes)
-        for seed in range(1, (parsed.seeds or effort.seeds) + 1):
+        for seed in range(1, (arguments.seeds or effort.seeds) + 1):
             turn = seed % len(names)
             for name in [*names[turn:], *names[:turn]]:
-                if seed > 1 and name in parsed.once:
+                if seed > 1 and name in arguments.once:
                     continue
-                reached = run(name, seed, effort, data, Path(folder))
-                found[name].append(reached)
-                told = f"seed {seed}: {NAMES[name]}: {reached.final:.4f}"
-                print(f"{told} after {reached.evaluations[-1][0]:.1f} s", file=sys.stderr)
-        ours = [name for name in names if name.startswith("instar")]
-        sizes = {name: parameters(name, effort, data) for name in ours}
+                result = run(name, seed, effort, data, Path(folder))
+                results[name].append(result)
+                text = f"seed {seed}: {NAMES[name]}: {result.final:.4f}"
+                print(f"{text} after {result.evaluations[-1][0]:.1f} s", file=sys.stderr)
+        instar_names = [name for name in names if name.startswith("instar")]
+        sizes = {name: parameters(name, effort, data) for name in instar_names}
     publish(
-        "time_to_loss_large" if parsed.large else "time_to_loss",
-        cases(found, sizes, LARGE_BARS if parsed.large else bars(found)),
-        chosen,
+        "time_to_loss_large" if arguments.large else "time_to_loss",
+        cases(results, sizes, LARGE_BARS if arguments.large else bars(results)),
+        run_options,
         threads=os.environ.get("OMP_NUM_THREADS", "default"),
     )
 
@@ -169,25 +169,25 @@ def main() -> None:
 def text_for(folder: Path, size: int) -> tuple[str, ...]:
     """Overrides that name characters of the standard library's source, made into tokens."""
     overrides = ("data.tokenizer=char", f"data.max_bytes={size}", f"data.path={folder / 'tokens'}")
-    loaded = load_config(None, overrides)
-    prepare_dataset(loaded.config.data, loaded.config.seed, say=lambda _: None)
+    loaded_config = load_config(None, overrides)
+    prepare_dataset(loaded_config.config.data, loaded_config.config.seed, say=lambda _: None)
     return overrides
 
 
 def parameters(name: str, effort: Effort, data: Sequence[str]) -> int:
     """Of the final model."""
-    loaded = load_checked(None, (*of(name, effort), *data, "train.until=[100it]"))
-    return preflight(loaded, 1).forecast.stages[-1].parameters.total
+    loaded_config = load_checked(None, (*of(name, effort), *data, "train.until=[100it]"))
+    return preflight(loaded_config, 1).forecast.stages[-1].parameters.total
 
 
 def of(name: str, effort: Effort) -> tuple[str, ...]:
     """Overrides that make one of our contenders."""
     preset = name.removeprefix("instar-").removesuffix("-grown")
     batch = effort.recipe.batch if preset == "plain" else effort.fast_batch
-    made = [f"preset={preset}", *effort.shape, f"train.batch_size={batch}"]
+    overrides = [f"preset={preset}", *effort.shape, f"train.batch_size={batch}"]
     if preset == "plain":
-        made.append(f"optimizer.lr={effort.recipe.peak}")
-    return (*made, *(effort.grown if name.endswith("-grown") else ()))
+        overrides.append(f"optimizer.lr={effort.recipe.peak}")
+    return (*overrides, *(effort.growth if name.endswith("-grown") else ()))
 
 
 def run(name: str, seed: int, effort: Effort, data: Sequence[str], folder: Path) -> Reached:
@@ -198,23 +198,25 @@ def run(name: str, seed: int, effort: Effort, data: Sequence[str], folder: Path)
     if name.startswith("instar"):
         return run_instar(name, seed, steps, effort, data, folder)
     script = Path(__file__).with_name("plain_recipes.py")
-    asked = {
+    request = {
         "data": str(folder / "tokens"),
         "seed": seed,
         "steps": steps,
         "recipe": asdict(effort.recipe),
     }
-    begun = time.time()
-    done = subprocess.run(
-        [sys.executable, str(script), name, json.dumps(asked)],
+    start = time.time()
+    process = subprocess.run(
+        [sys.executable, str(script), name, json.dumps(request)],
         capture_output=True,
         text=True,
         check=False,
     )
-    if done.returncode:
-        sys.exit(f"{NAMES[name]} failed:\n{done.stderr}")
-    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"time"')]
-    return Reached(tuple((one["time"] - begun, one["loss"]) for one in said))
+    if process.returncode:
+        sys.exit(f"{NAMES[name]} failed:\n{process.stderr}")
+    records = [
+        json.loads(line) for line in process.stdout.splitlines() if line.startswith('{"time"')
+    ]
+    return Reached(tuple((record["time"] - start, record["loss"]) for record in records))
 
 
 def run_instar(
@@ -230,62 +232,64 @@ def run_instar(
         f"record.run_dir={run_dir}",
     )
     command = [sys.executable, "-m", "instar.cli.main", "train", "--until", f"{steps}it"]
-    begun = time.time()
-    done = subprocess.run(
+    start = time.time()
+    process = subprocess.run(
         [*command, *(word for text in settings for word in ("--set", text))],
         capture_output=True,
         text=True,
         check=False,
     )
-    if done.returncode:
-        sys.exit(f"{NAMES[name]} failed:\n{done.stderr}")
+    if process.returncode:
+        sys.exit(f"{NAMES[name]} failed:\n{process.stderr}")
     events = read_events(run_dir / "events.jsonl")
     precision = load_config(str(run_dir / "run.yaml")).config.precision
     return Reached(
-        tuple((e.time - begun, e.loss) for e in events if isinstance(e, Eval)), precision
+        tuple((e.time - start, e.loss) for e in events if isinstance(e, Eval)), precision
     )
 
 
-def bars(found: Mapping[str, Sequence[Reached]]) -> dict[str, float]:
+def bars(results: Mapping[str, Sequence[Reached]]) -> dict[str, float]:
     """The bars of the small model, which depend on what trains faster here."""
-    in_fp32 = {name for name, runs in found.items() if runs[0].precision == "fp32"}
+    in_fp32 = {name for name, runs in results.items() if runs[0].precision == "fp32"}
     return BARS | {name: bar for name, bar in FP32_BARS.items() if name in in_fp32}
 
 
 def cases(
-    found: Mapping[str, Sequence[Reached]], sizes: Mapping[str, int], bars: Mapping[str, float]
+    results: Mapping[str, Sequence[Reached]], sizes: Mapping[str, int], bars: Mapping[str, float]
 ) -> list[Case]:
     """Losses, seconds to the target, and their ratios to the bare loop's, seed by seed; those that train once, with the first seed."""
-    targets = [reached.final + CHANCE for reached in found["bare"]]
+    targets = [result.final + CHANCE for result in results["bare"]]
     above = {
-        name: [reached.final - target for reached, target in zip(runs, targets, strict=False)]
-        for name, runs in found.items()
+        name: [result.final - target for result, target in zip(runs, targets, strict=False)]
+        for name, runs in results.items()
     }
-    late = {name for name, missed in above.items() if max(missed) > 0}
+    late = {name for name, excess in above.items() if max(excess) > 0}
     seconds = {
         name: [
-            reached.seconds_to(target) or reached.evaluations[-1][0]
-            for reached, target in zip(runs, targets, strict=False)
+            result.seconds_to(target) or result.evaluations[-1][0]
+            for result, target in zip(runs, targets, strict=False)
         ]
-        for name, runs in found.items()
+        for name, runs in results.items()
     }
     against = {
-        name: [ours / bare for ours, bare in zip(taken, seconds["bare"], strict=False)]
-        for name, taken in seconds.items()
+        name: [duration / bare for duration, bare in zip(durations, seconds["bare"], strict=False)]
+        for name, durations in seconds.items()
     }
     return [
         *(case(f"parameters: {NAMES[name]}", [float(n)], "count") for name, n in sizes.items()),
         *(
             case(f"final validation loss: {NAMES[name]}", [r.final for r in runs], "nats")
-            for name, runs in found.items()
+            for name, runs in results.items()
         ),
         *(
             case(f"final loss above the target: {NAMES[name]}", above[name], "nats", most=0.0)
             for name in sorted(late)
         ),
         *(
-            case(f"time to {'its end' if name in late else 'target'}: {NAMES[name]}", taken, "s")
-            for name, taken in seconds.items()
+            case(
+                f"time to {'its end' if name in late else 'target'}: {NAMES[name]}", durations, "s"
+            )
+            for name, durations in seconds.items()
         ),
         *(
             case(f"time of {NAMES[name]} / bare loop", ratio, "ratio", most=bars.get(name))

@@ -84,35 +84,42 @@ def main() -> None:
     words.add_argument("--base", choices=BASES, default=BASES[0], help="default: fast")
     words.add_argument("--seeds", type=int, help=f"default: {FULL.seeds}")
     words.add_argument("--workers", type=int, help="processes at a time; default: one per core")
-    parsed = words.parse_args()
-    chosen = options(parsed)
-    effort = QUICK if chosen.quick else FULL
-    seeds = range(1, (parsed.seeds or effort.seeds) + 1)
-    found: dict[str, list[tuple[Ended, Ended]]] = {}
+    arguments = words.parse_args()
+    run_options = options(arguments)
+    effort = QUICK if run_options.quick else FULL
+    seeds = range(1, (arguments.seeds or effort.seeds) + 1)
+    runs_by_name: dict[str, list[tuple[Ended, Ended]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         data = text_for(Path(folder), effort.data_bytes)
 
-        def both(job: tuple[int, str, Mapping[str, object]]) -> tuple[Ended, Ended]:
+        def train_twice(job: tuple[int, str, Mapping[str, object]]) -> tuple[Ended, Ended]:
             seed, name, values = job
-            own = Path(folder) / f"{name}-{seed}".replace(" ", "-")
-            once, twice = (
-                train(parsed.base, seed, times * effort.fast_steps, values, data, own / str(times))
+            run_dir = Path(folder) / f"{name}-{seed}".replace(" ", "-")
+            short, long = (
+                train(
+                    arguments.base,
+                    seed,
+                    times * effort.fast_steps,
+                    values,
+                    data,
+                    run_dir / str(times),
+                )
                 for times in (1, 2)
             )
-            told = f"seed {seed}: {name}: {once.loss:.4f} and {twice.loss:.4f}"
-            print(f"{told} after {once.seconds:.1f} and {twice.seconds:.1f} s", file=sys.stderr)
-            return once, twice
+            summary = f"seed {seed}: {name}: {short.loss:.4f} and {long.loss:.4f}"
+            print(f"{summary} after {short.seconds:.1f} and {long.seconds:.1f} s", file=sys.stderr)
+            return short, long
 
         # a seed after the other: what changes on the machine changes for all, and each seed is published
-        with ThreadPoolExecutor(parsed.workers or usable_cores()) as pool:
+        with ThreadPoolExecutor(arguments.workers or usable_cores()) as pool:
             for seed in seeds:
-                jobs = [(seed, *each) for each in variants(parsed.base, chosen.quick)]
-                for (_, name, _), runs in zip(jobs, pool.map(both, jobs), strict=True):
-                    found.setdefault(name, []).append(runs)
+                jobs = [(seed, *variant) for variant in variants(arguments.base, run_options.quick)]
+                for (_, name, _), runs in zip(jobs, pool.map(train_twice, jobs), strict=True):
+                    runs_by_name.setdefault(name, []).append(runs)
                 publish(
-                    "ablation" if parsed.base == "fast" else f"ablation-{parsed.base}",
-                    cases(parsed.base, found),
-                    chosen,
+                    "ablation" if arguments.base == "fast" else f"ablation-{arguments.base}",
+                    cases(arguments.base, runs_by_name),
+                    run_options,
                     history=seed == seeds[-1],
                     threads=1,
                     seeds=seed,
@@ -125,7 +132,7 @@ def variants(base: str, quick: bool) -> list[tuple[str, Mapping[str, object]]]:
     all_of_them = {
         PRESET: {},
         **{
-            f"with {names[other]}": {key: both[other] for key, both in keys.items()}
+            f"with {names[other]}": {key: pair[other] for key, pair in keys.items()}
             for names, keys in INGREDIENTS.items()
         },
         **{
@@ -136,7 +143,7 @@ def variants(base: str, quick: bool) -> list[tuple[str, Mapping[str, object]]]:
         **ramps(),
     }
     quickly = (PRESET, "with no conv", "with conv", "with a ramp", "with growth")
-    return [each for each in all_of_them.items() if not quick or each[0].startswith(quickly)]
+    return [entry for entry in all_of_them.items() if not quick or entry[0].startswith(quickly)]
 
 
 def ramps() -> dict[str, Mapping[str, object]]:
@@ -174,7 +181,7 @@ def train(
 ) -> Ended:
     """One process, which evaluates at its end only; as many tokens as `steps` of 12 samples have."""
     tokens = steps * 12 * 64
-    given = {
+    run_settings = {
         "preset": preset,
         "train.batch_size": 12,
         "train.until": [f"{tokens}tok"],
@@ -186,7 +193,7 @@ def train(
         "record.run_dir": str(run_dir),
     }
     pairs = dict(text.split("=", 1) for text in FULL.shape)
-    settings = pairs | given | dict(values)
+    settings = pairs | run_settings | dict(values)
     texts = [f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in settings.items()]
     sets = [word for text in (*texts, *data) for word in ("--set", text)]
     output = run_dir.with_suffix(".txt")
@@ -207,29 +214,32 @@ def train(
     return Ended(losses[-1], used.ru_utime + used.ru_stime)
 
 
-def seconds_to(target: float, once: Ended, twice: Ended) -> float:
+def seconds_to(target: float, short: Ended, long: Ended) -> float:
     """The processor time to a loss, on the line through both runs; see the head of this file."""
-    gained = max(once.loss - twice.loss, 1e-9)
-    exponent = min(2.0, max(-1.0, (once.loss - target) / gained))
-    seconds: float = once.seconds * (twice.seconds / once.seconds) ** exponent
+    gain = max(short.loss - long.loss, 1e-9)
+    exponent = min(2.0, max(-1.0, (short.loss - target) / gain))
+    seconds: float = short.seconds * (long.seconds / short.seconds) ** exponent
     return seconds
 
 
-def cases(base: str, found: Mapping[str, Sequence[tuple[Ended, Ended]]]) -> list[Case]:
+def cases(base: str, runs_by_name: Mapping[str, Sequence[tuple[Ended, Ended]]]) -> list[Case]:
     """The loss of the preset, what each change adds to it, and the time that it takes to make up for it."""
-    bases, replaced = found[PRESET], {f"with {plain}" for _, plain in INGREDIENTS}
-    finals = [case(f"{base}: final validation loss", [once.loss for once, _ in bases], "nats")]
-    finals.append(case(f"{base}: processor time", [once.seconds for once, _ in bases], "s"))
-    for name, runs in found.items():
+    bases, ingredient_names = runs_by_name[PRESET], {f"with {plain}" for _, plain in INGREDIENTS}
+    finals = [case(f"{base}: final validation loss", [short.loss for short, _ in bases], "nats")]
+    finals.append(case(f"{base}: processor time", [short.seconds for short, _ in bases], "s"))
+    for name, runs in runs_by_name.items():
         if name == PRESET:
             continue
         pairs = list(zip(runs, bases, strict=True))
-        more = [once.loss - own.loss for (once, _), (own, _) in pairs]
-        times = [seconds_to(own.loss, *both) / own.seconds for both, (own, _) in pairs]
+        more = [short.loss - base_run.loss for (short, _), (base_run, _) in pairs]
+        times = [
+            seconds_to(base_run.loss, *variant_runs) / base_run.seconds
+            for variant_runs, (base_run, _) in pairs
+        ]
         finals.append(case(f"{name}: loss more than the preset's", more, "Δ nats"))
         # an ingredient of fast has to be worth its place
-        least = 1.0 if base == "fast" and name in replaced else None
-        finals.append(case(f"{name}: time to its loss / its time", times, "ratio", least=least))
+        bar = 1.0 if base == "fast" and name in ingredient_names else None
+        finals.append(case(f"{name}: time to its loss / its time", times, "ratio", least=bar))
     return finals
 
 

@@ -67,21 +67,30 @@ QUICK = replace(
 
 
 def main() -> None:
-    parsed = study_parser(__doc__).parse_args()
-    chosen = options(parsed)
-    effort = QUICK if chosen.quick else FULL
-    with place_of(parsed) as work:
-        workshop = Workshop(work, settings(effort, work), parsed.workers)
+    arguments = study_parser(__doc__).parse_args()
+    run_options = options(arguments)
+    effort = QUICK if run_options.quick else FULL
+    with place_of(arguments) as work:
+        workshop = Workshop(work, settings(effort, work), arguments.workers)
         runs = segments(effort)
         results = workshop.results(list(runs.values()))
-        moved = [drift(work / run.name) for (arm, _), run in runs.items() if arm != DENSE]
-    found = {key: results[run.name] for key, run in runs.items()}
-    made = [case("logits moved by upcycling, the most", [max(moved)], "relative", most=1e-5)]
-    publish("experts", [*made, *cases(effort, found)], chosen, runs_at_a_time=parsed.workers)
-    if chosen.results is not None:
-        kept = [{"arm": arm, "seed": seed, **asdict(r)} for (arm, seed), r in found.items()]
-        text = json.dumps({"runs": kept}, indent=2)
-        (chosen.results / "experts-runs.json").write_text(text + "\n", encoding="utf-8")
+        drifts = [drift(work / run.name) for (arm, _), run in runs.items() if arm != DENSE]
+    arm_results = {key: results[run.name] for key, run in runs.items()}
+    drift_cases = [
+        case("logits moved by upcycling, the most", [max(drifts)], "relative", most=1e-5)
+    ]
+    publish(
+        "experts",
+        [*drift_cases, *cases(effort, arm_results)],
+        run_options,
+        runs_at_a_time=arguments.workers,
+    )
+    if run_options.results is not None:
+        records = [
+            {"arm": arm, "seed": seed, **asdict(r)} for (arm, seed), r in arm_results.items()
+        ]
+        text = json.dumps({"runs": records}, indent=2)
+        (run_options.results / "experts-runs.json").write_text(text + "\n", encoding="utf-8")
 
 
 def settings(effort: Effort, work: Path) -> tuple[str, ...]:
@@ -97,12 +106,16 @@ def settings(effort: Effort, work: Path) -> tuple[str, ...]:
         f"learning_rate.warmup_iters={effort.before // 8}",
         f"eval.eval_iters={effort.eval_batches}",
     )
-    loaded = load_config(None, base)
-    prepare_dataset(loaded.config.data, loaded.config.seed, say=lambda text: print(text, file=sys.stderr))
+    loaded_config = load_config(None, base)
+    prepare_dataset(
+        loaded_config.config.data,
+        loaded_config.config.seed,
+        say=lambda text: print(text, file=sys.stderr),
+    )
     return base
 
 
-def upcycled(per_token: int) -> Operation:
+def upcycle_operation(per_token: int) -> Operation:
     return Operation("upcycle", EXPERTS, {"num_experts_per_tok": per_token})
 
 
@@ -111,13 +124,13 @@ def steps_after(effort: Effort, per_token: int | None) -> int:
     dense = effort.shape.architecture(effort.shape.layers)
     if per_token is None:
         return effort.after
-    grown, _ = plan(dense, upcycled(per_token))
-    return effort.after * flops_per_token(dense) // flops_per_token(grown)
+    sparse, _ = plan(dense, upcycle_operation(per_token))
+    return effort.after * flops_per_token(dense) // flops_per_token(sparse)
 
 
 def segments(effort: Effort) -> dict[tuple[str, int], Segment]:
     """By arm and seed: the stretch after the growth."""
-    found = {}
+    segments_by_arm = {}
     for seed in effort.seeds:
         trunk = Segment(f"s{seed}", effort.before, (f"seed={seed}",))
         for arm, per_token in ARMS.items():
@@ -131,33 +144,35 @@ def segments(effort: Effort) -> dict[tuple[str, int], Segment]:
                 f"learning_rate.decay_fraction={1 - effort.before / end}",
             )
             name = f"s{seed}-{per_token or DENSE}"
-            found[arm, seed] = Segment(name, end, (f"schedule={schedule}", *decay), trunk)
-    return found
+            segments_by_arm[arm, seed] = Segment(name, end, (f"schedule={schedule}", *decay), trunk)
+    return segments_by_arm
 
 
 def drift(run: Path) -> float:
     """How far the logits moved when the run grew, relative to the largest."""
     every = read_events(run / "events.jsonl")
     (event,) = (e for e in every if isinstance(e, OperationEvent) and e.verb == "GROW")
-    moved: float = event.proof["max_logit_diff_relative"]
-    return moved
+    difference: float = event.proof["max_logit_diff_relative"]
+    return difference
 
 
-def cases(effort: Effort, found: Mapping[tuple[str, int], Result]) -> list[Case]:
+def cases(effort: Effort, arm_results: Mapping[tuple[str, int], Result]) -> list[Case]:
     """Losses, and those of the upcycled models relative to the dense ones."""
-    made = [
-        case(f"{arm}: loss", [found[arm, seed].loss for seed in effort.seeds], "nats")
+    case_list = [
+        case(f"{arm}: loss", [arm_results[arm, seed].loss for seed in effort.seeds], "nats")
         for arm in ARMS
     ]
     for arm in ARMS:
-        pairs = [(found[arm, seed], found[DENSE, seed]) for seed in effort.seeds]
+        pairs = [(arm_results[arm, seed], arm_results[DENSE, seed]) for seed in effort.seeds]
         if arm == DENSE:
             continue
-        losses = [one.loss / dense.loss for one, dense in pairs]
-        made.append(case(f"{arm}: loss / dense, the worst seed", [max(losses)], "ratio", most=1.0))
-        flops = [one.flops / dense.flops for one, dense in pairs]
-        made.append(case(f"{arm}: FLOPs / dense", flops, "ratio", most=1.0))
-    return made
+        losses = [sparse.loss / dense.loss for sparse, dense in pairs]
+        case_list.append(
+            case(f"{arm}: loss / dense, the worst seed", [max(losses)], "ratio", most=1.0)
+        )
+        flops = [sparse.flops / dense.flops for sparse, dense in pairs]
+        case_list.append(case(f"{arm}: FLOPs / dense", flops, "ratio", most=1.0))
+    return case_list
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from curves import MOST as BEYOND
-from curves import Point, fitted, interval
-from growth import EIGHT, TINY, prepared
+from curves import Point, fit_curve, interval
+from growth import EIGHT, TINY, prepare_data
 from instar.config.load import load_config
 from report import Case, case, options, publish
 from segments import Result, Segment, Workshop, place_of, study_parser
@@ -58,23 +58,23 @@ class Member:
     """its name; empty: the trunk, which is the largest"""
     steps: int
     """of its whole run"""
-    own: int
+    own_steps: int
     """of these, steps that no larger size has in common with it"""
 
 
 def main() -> None:
-    parsed = study_parser(__doc__).parse_args()
-    chosen = options(parsed)
-    effort = QUICK if chosen.quick else FULL
-    with place_of(parsed) as work:
-        base = prepared(work, effort.shape.vocabulary, chosen.quick)
-        kept = chosen.results / "family-runs.json" if chosen.results else None
-        workshop = Workshop(work, base, parsed.workers, kept)
+    arguments = study_parser(__doc__).parse_args()
+    run_options = options(arguments)
+    effort = QUICK if run_options.quick else FULL
+    with place_of(arguments) as work:
+        base = prepare_data(work, effort.shape.vocabulary, run_options.quick)
+        results_file = run_options.results / "family-runs.json" if run_options.results else None
+        workshop = Workshop(work, base, arguments.workers, results_file)
         sizes = members(effort, base)
         pairs = []
         for seed in effort.seeds:
-            pairs.append(compared(effort, sizes, seed, workshop))
-            publish("family", cases(sizes, pairs), chosen, runs_at_a_time=parsed.workers)
+            pairs.append(compare_sizes(effort, sizes, seed, workshop))
+            publish("family", cases(sizes, pairs), run_options, runs_at_a_time=arguments.workers)
 
 
 def settings(effort: Effort, seed: int) -> tuple[str, ...]:
@@ -92,20 +92,22 @@ def settings(effort: Effort, seed: int) -> tuple[str, ...]:
 
 def members(effort: Effort, base: Sequence[str]) -> list[Member]:
     """The sizes that the preset makes, the largest last."""
-    config = load_config(None, (*base, *settings(effort, 0), f"train.until={effort.steps}it")).config
-    found = []
+    config = load_config(
+        None, (*base, *settings(effort, 0), f"train.until={effort.steps}it")
+    ).config
+    sizes = []
     for entry in config.schedule:
         if entry.name == "branch":
             assert entry.when is not None
             assert entry.when.at_fraction is not None
             at = math.ceil(entry.when.at_fraction * effort.steps)
-            own = (entry.model_extra or {})["iters"]
+            own_steps = (entry.model_extra or {})["iters"]
             shape = replace(effort.shape, layers=int(str(entry.value).removesuffix("L")))
-            found.append(Member(shape, str(entry.value), at + own, own))
-    return [*found, Member(effort.shape, "", effort.steps, 0)]
+            sizes.append(Member(shape, str(entry.value), at + own_steps, own_steps))
+    return [*sizes, Member(effort.shape, "", effort.steps, 0)]
 
 
-def compared(
+def compare_sizes(
     effort: Effort, sizes: Sequence[Member], seed: int, workshop: Workshop
 ) -> list[tuple[float, float]]:
     """FLOPs of each member beside those of larger ones, and of its size from scratch to the same loss."""
@@ -122,31 +124,36 @@ def compared(
         for size in sizes
     }
     every = [run for runs in scratch.values() for run in runs]
-    found = workshop.results([family, *segments(every)])
+    results = workshop.results([family, *segments(every)])
     pairs = []
     for size in sizes:
-        member: Result = found[names[size]]
-        line = fitted([Point(found[r.name].flops, found[r.name].loss) for r in scratch[size]])
-        own = size.own * flops_per_step(size.shape) if size.branch else member.flops
-        pairs.append((own, min(BEYOND * member.flops, line.flops_at(member.loss))))
+        member: Result = results[names[size]]
+        line = fit_curve(
+            [Point(results[r.name].flops, results[r.name].loss) for r in scratch[size]]
+        )
+        own_flops = size.own_steps * flops_per_step(size.shape) if size.branch else member.flops
+        pairs.append((own_flops, min(BEYOND * member.flops, line.flops_at(member.loss))))
     return pairs
 
 
 def cases(sizes: Sequence[Member], pairs: Sequence[Sequence[tuple[float, float]]]) -> list[Case]:
     """The family's FLOPs as a share of those from scratch, and how much of them each size is worth."""
-    ratios = [sum(own for own, _ in seed) / sum(alone for _, alone in seed) for seed in pairs]
+    ratios = [
+        sum(family_flops for family_flops, _ in seed) / sum(scratch for _, scratch in seed)
+        for seed in pairs
+    ]
     between = interval(ratios)
-    made = [
+    case_list = [
         case("family of three, all decayed: compute", [between.mean], "ratio", most=MOST),
         case("family of three, all decayed: at least", [between.low], "ratio"),
         case("family of three, all decayed: at most", [between.high], "ratio"),
     ]
     for number, size in enumerate(sizes):
-        alone = [seed[number][1] / sum(cost for _, cost in seed) for seed in pairs]
-        made.append(
-            case(f"{size.shape.layers} layers: share of the FLOPs from scratch", alone, "ratio")
+        scratch = [seed[number][1] / sum(cost for _, cost in seed) for seed in pairs]
+        case_list.append(
+            case(f"{size.shape.layers} layers: share of the FLOPs from scratch", scratch, "ratio")
         )
-    return made
+    return case_list
 
 
 if __name__ == "__main__":

@@ -90,49 +90,58 @@ def models(folder: Path, effort: Effort) -> list[Model]:
     ]
 
 
-def compared(model: Model, effort: Effort) -> list[Case]:
+def compare_rates(model: Model, effort: Effort) -> list[Case]:
     """The finder's rate against the grid's."""
-    loaded = load_config(
+    loaded_config = load_config(
         None,
         [*model.overrides, f"train.until=[{effort.steps}it]", f"optimizer.lr={model.start}"],
     )
-    prepare_run_data(loaded, 1, print)
-    prepared = preflight(loaded, 1, new=False)
+    prepare_run_data(loaded_config, 1, print)
+    prepared_run = preflight(loaded_config, 1, new=False)
 
     def loss(lr: float, steps: int) -> float:
-        short = shorten_config(prepared.config, lr, steps, effort.steps, _HELD_OUT)
-        return final_loss(prepared, short, WORLD, steps)
+        short = shorten_config(prepared_run.config, lr, steps, effort.steps, _HELD_OUT)
+        return final_loss(prepared_run, short, WORLD, steps)
 
     rates = [model.lowest * 2.0**n for n in range(effort.rates)]
     grid = {lr: loss(lr, effort.steps) for lr in rates}
     best = min(grid, key=grid.__getitem__)
     half = effort.steps // 2
-    found = search_rate(loss, model.start, half, BUDGET * half)
-    suggested = range_test(prepared, effort.steps // 4)
+    search_result = search_rate(loss, model.start, half, BUDGET * half)
+    range_rate = range_test(prepared_run, effort.steps // 4)
     lowest = grid[best]
-    print(f"{model.name}: " + "  ".join(f"{lr:.2g} {each:.4f}" for lr, each in grid.items()))
-    print(f"{model.name}: best {best:.3g}, found {found.lr:.3g}, range test {suggested:.3g}")
-    above = 100 * max(0.0, loss(found.lr, effort.steps) / lowest - 1)
+    print(
+        f"{model.name}: " + "  ".join(f"{lr:.2g} {grid_loss:.4f}" for lr, grid_loss in grid.items())
+    )
+    print(
+        f"{model.name}: best {best:.3g}, found {search_result.lr:.3g}, range test {range_rate:.3g}"
+    )
+    above = 100 * max(0.0, loss(search_result.lr, effort.steps) / lowest - 1)
     name = model.name
     return [
-        case(f"{name}: rate found / best of the grid", [apart(found.lr, best)], "×", most=2.0),
+        case(
+            f"{name}: rate found / best of the grid",
+            [factor_between(search_result.lr, best)],
+            "×",
+            most=2.0,
+        ),
         case(f"{name}: loss there", [above], "% more"),
-        case(f"{name}: steps of the search", [found.steps / effort.steps], "runs"),
-        case(f"{name}: rate of a range test / best", [apart(suggested, best)], "×"),
+        case(f"{name}: steps of the search", [search_result.steps / effort.steps], "runs"),
+        case(f"{name}: rate of a range test / best", [factor_between(range_rate, best)], "×"),
     ]
 
 
-def apart(one: float, other: float) -> float:
+def factor_between(rate: float, other: float) -> float:
     """The factor between two rates, at least 1."""
-    return max(one / other, other / one)
+    return max(rate / other, other / rate)
 
 
-def range_test(prepared: Prepared, steps: int) -> float:
+def range_test(prepared_run: Prepared, steps: int) -> float:
     """The rate of the steepest fall of the smoothed loss while the rate rises from 1e-6 to 1."""
     rates = np.geomspace(1e-6, 1.0, steps)
     losses: list[float] = []
-    config = shorten_config(prepared.config, prepared.config.optimizer.lr, steps, steps, 1)
-    with open_trainer(prepared, config, WORLD) as trainer:
+    config = shorten_config(prepared_run.config, prepared_run.config.optimizer.lr, steps, steps, 1)
+    with open_trainer(prepared_run, config, WORLD) as trainer:
         for lr in rates:
             settings = replace(
                 trainer.state.settings, lr=float(lr), lr_shape="constant", warmup_iters=0
@@ -159,12 +168,16 @@ def _steepest(losses: Sequence[float]) -> int:
 
 
 def main() -> None:
-    chosen = options(parser(__doc__).parse_args())
-    effort = QUICK if chosen.quick else FULL
+    run_options = options(parser(__doc__).parse_args())
+    effort = QUICK if run_options.quick else FULL
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        cases = [each for model in models(Path(folder), effort) for each in compared(model, effort)]
-    publish("finders", cases, chosen, steps=effort.steps, rates=effort.rates)
+        cases = [
+            model_case
+            for model in models(Path(folder), effort)
+            for model_case in compare_rates(model, effort)
+        ]
+    publish("finders", cases, run_options, steps=effort.steps, rates=effort.rates)
 
 
 if __name__ == "__main__":

@@ -96,8 +96,8 @@ class Run:
 
 
 def main() -> None:
-    chosen = options(parser(__doc__).parse_args())
-    effort = QUICK if chosen.quick else FULL
+    run_options = options(parser(__doc__).parse_args())
+    effort = QUICK if run_options.quick else FULL
     text = torch.cat([*map(read, sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))])
     ranges: list[float] = []
     off: dict[str, list[float]] = {}
@@ -109,12 +109,12 @@ def main() -> None:
             [*batches(text, effort, 1000 * seed + order, effort.after)]
             for order in range(1, effort.orders + 1)
         ]
-        alone = [copy.deepcopy(trunk).steps(order) for order in orders]
-        means = torch.stack(alone).mean(1)
+        ungrown_losses = [copy.deepcopy(trunk).steps(order) for order in orders]
+        means = torch.stack(ungrown_losses).mean(1)
         ranges.append(float(means.max() - means.min()))
         print(f"seed {seed}: loss {means.mean():.3f}, range {ranges[-1]:.3f}", file=sys.stderr)
         for operation, state in product(effort.operations, STATES):
-            for order, ungrown in zip(orders, alone, strict=True):
+            for order, ungrown in zip(orders, ungrown_losses, strict=True):
                 run = copy.deepcopy(trunk)
                 entry = {**OPERATIONS[operation], **STATES[state]}
                 grow(run.model, entry, optimizer=run.optimizer)
@@ -130,7 +130,7 @@ def main() -> None:
             case(f"{what}: worst step above", worst[what], "nats"),
         ]
     threads = torch.get_num_threads()
-    publish("grown_optimizer", cases, chosen, libraries=["transformers"], threads=threads)
+    publish("grown_optimizer", cases, run_options, libraries=["transformers"], threads=threads)
 
 
 def read(path: Path) -> Tensor:

@@ -77,24 +77,29 @@ Curve = Mapping[int, float]
 
 
 def main() -> None:
-    parsed = study_parser(__doc__).parse_args()
-    chosen = options(parsed)
-    effort = QUICK if chosen.quick else FULL
-    with place_of(parsed) as work:
-        workshop = Workshop(work, settings(effort, work), parsed.workers)
+    arguments = study_parser(__doc__).parse_args()
+    run_options = options(arguments)
+    effort = QUICK if run_options.quick else FULL
+    with place_of(arguments) as work:
+        workshop = Workshop(work, settings(effort, work), arguments.workers)
         runs = segments(effort)
         workshop.results(list(runs.values()))
         curves = {key: curve(work / run.name, effort) for key, run in runs.items()}
-        moved = [drift(work / run.name) for (_, mode, _), run in runs.items() if mode != NOTHING]
-    made = [case("loss moved by growing, the most", [max(moved)], "nats", most=1e-5)]
-    publish("moments", [*made, *cases(effort, curves)], chosen, runs_at_a_time=parsed.workers)
-    if chosen.results is not None:
-        kept = [
+        drifts = [drift(work / run.name) for (_, mode, _), run in runs.items() if mode != NOTHING]
+    drift_cases = [case("loss moved by growing, the most", [max(drifts)], "nats", most=1e-5)]
+    publish(
+        "moments",
+        [*drift_cases, *cases(effort, curves)],
+        run_options,
+        runs_at_a_time=arguments.workers,
+    )
+    if run_options.results is not None:
+        records = [
             {"operation": operation, "moments": mode, "seed": seed, "loss": dict(curve)}
             for (operation, mode, seed), curve in curves.items()
         ]
-        text = json.dumps({"curves": kept}, indent=2)
-        (chosen.results / "moments-curves.json").write_text(text + "\n", encoding="utf-8")
+        text = json.dumps({"curves": records}, indent=2)
+        (run_options.results / "moments-curves.json").write_text(text + "\n", encoding="utf-8")
 
 
 def settings(effort: Effort, work: Path) -> tuple[str, ...]:
@@ -111,26 +116,32 @@ def settings(effort: Effort, work: Path) -> tuple[str, ...]:
         f"learning_rate.warmup_iters={effort.before // 6}",
         f"eval.eval_iters={effort.eval_batches}",
     )
-    loaded = load_config(None, base)
-    prepare_dataset(loaded.config.data, loaded.config.seed, say=lambda text: print(text, file=sys.stderr))
+    loaded_config = load_config(None, base)
+    prepare_dataset(
+        loaded_config.config.data,
+        loaded_config.config.seed,
+        say=lambda text: print(text, file=sys.stderr),
+    )
     return base
 
 
 def segments(effort: Effort) -> dict[tuple[str, str, int], Segment]:
     """By operation, moments and seed: the stretch after the growth."""
-    found = {}
+    segments_by_key = {}
     end, interval = effort.before + effort.after, f"eval.eval_interval={effort.interval}"
     for seed in effort.seeds:
         trunk = Segment(f"s{seed}", effort.before, (f"seed={seed}",))
-        alone = Segment(f"s{seed}-alone", end, (interval,), trunk)
-        found[NOTHING, NOTHING, seed] = alone
+        ungrown = Segment(f"s{seed}-alone", end, (interval,), trunk)
+        segments_by_key[NOTHING, NOTHING, seed] = ungrown
         for operation in effort.operations:
             for mode in MODES:
                 when = f"when: {{at_step: {effort.before}}}"
                 entry = f"schedule=[{{{OPERATIONS[operation]}, moments: {mode}, {when}}}]"
                 name = f"s{seed}-{operation}-{mode}"
-                found[operation, mode, seed] = Segment(name, end, (interval, entry), trunk)
-    return found
+                segments_by_key[operation, mode, seed] = Segment(
+                    name, end, (interval, entry), trunk
+                )
+    return segments_by_key
 
 
 def curve(run: Path, effort: Effort) -> dict[int, float]:
@@ -150,17 +161,23 @@ def drift(run: Path) -> float:
 
 def cases(effort: Effort, curves: Mapping[tuple[str, str, int], Curve]) -> list[Case]:
     """Worst rise, steps to be below again, and the loss at the end, over the seeds."""
-    made = []
+    case_list = []
     for operation in (NOTHING, *effort.operations):
         for mode in (NOTHING,) if operation == NOTHING else MODES:
-            mine = [curves[operation, mode, seed] for seed in effort.seeds]
+            seed_curves = [curves[operation, mode, seed] for seed in effort.seeds]
             what = NOTHING if mode == NOTHING else f"{operation}, {mode}"
-            made += [
-                case(f"{what}: worst rise", [worst_rise(curve) for curve in mine], "nats"),
-                case(f"{what}: below for good after", [recovery(curve) for curve in mine], "steps"),
-                case(f"{what}: loss at the end", [curve[max(curve)] for curve in mine], "nats"),
+            case_list += [
+                case(f"{what}: worst rise", [worst_rise(curve) for curve in seed_curves], "nats"),
+                case(
+                    f"{what}: below for good after",
+                    [recovery(curve) for curve in seed_curves],
+                    "steps",
+                ),
+                case(
+                    f"{what}: loss at the end", [curve[max(curve)] for curve in seed_curves], "nats"
+                ),
             ]
-    return made
+    return case_list
 
 
 def worst_rise(curve: Curve) -> float:

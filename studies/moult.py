@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from curves import Point, fitted, interval
+from curves import Point, fit_curve, interval
 from instar.config.load import load_config
 from instar.data.text.prepare import prepare_dataset
 from instar.models.shape import count_parameters
@@ -58,7 +58,7 @@ class Corpus:
 
     name: str
     files: Callable[[], Iterator[Path]]
-    generated: tuple[str, ...] = ()
+    generated_marks: tuple[str, ...] = ()
     """of which a text that no person wrote has one"""
 
     def texts(self) -> list[str]:
@@ -68,9 +68,11 @@ class Corpus:
             read = file.read_bytes()
             text = gzip.decompress(read) if file.suffix == ".gz" else read
             texts.add(text.decode("utf-8", errors="replace"))
-        kept = sorted(text for text in texts if not any(said in text for said in self.generated))
-        random.Random(0).shuffle(kept)
-        return kept
+        originals = sorted(
+            text for text in texts if not any(mark in text for mark in self.generated_marks)
+        )
+        random.Random(0).shuffle(originals)
+        return originals
 
 
 def headers() -> Iterator[Path]:
@@ -138,7 +140,7 @@ QUICK = replace(
 
 
 @dataclass(frozen=True)
-class Found:
+class Comparison:
     """What the runs on a corpus came to."""
 
     rate: float
@@ -151,34 +153,34 @@ class Found:
 
 
 def main() -> None:
-    parsed = study_parser(__doc__).parse_args()
-    chosen = options(parsed)
-    effort = QUICK if chosen.quick else FULL
-    found: dict[str, Found] = {}
-    made: list[Case] = []
-    with place_of(parsed) as work:
+    arguments = study_parser(__doc__).parse_args()
+    run_options = options(arguments)
+    effort = QUICK if run_options.quick else FULL
+    comparisons: dict[str, Comparison] = {}
+    case_list: list[Case] = []
+    with place_of(arguments) as work:
         for corpus in effort.corpora:
             place = work.absolute() / corpus.name.replace(" ", "-")
             place.mkdir(exist_ok=True)
-            workshop = Workshop(place, settings(effort, corpus, place), parsed.workers)
-            found[corpus.name] = compare(effort, workshop)
-            made += cases(corpus.name, found[corpus.name])
-    publish("moult", made, chosen, runs_at_a_time=parsed.workers)
-    if chosen.results is not None:
-        kept = {
+            workshop = Workshop(place, settings(effort, corpus, place), arguments.workers)
+            comparisons[corpus.name] = compare(effort, workshop)
+            case_list += cases(corpus.name, comparisons[corpus.name])
+    publish("moult", case_list, run_options, runs_at_a_time=arguments.workers)
+    if run_options.results is not None:
+        record = {
             "recipe": RECIPE,
             "effort": asdict(replace(effort, corpora=())),
-            "runs": {name: asdict(each) for name, each in found.items()},
+            "runs": {name: asdict(comparison) for name, comparison in comparisons.items()},
         }
-        text = json.dumps(kept, indent=1, ensure_ascii=False)
-        (chosen.results / "moult-runs.json").write_text(text + "\n", encoding="utf-8")
+        text = json.dumps(record, indent=1, ensure_ascii=False)
+        (run_options.results / "moult-runs.json").write_text(text + "\n", encoding="utf-8")
 
 
 def settings(effort: Effort, corpus: Corpus, place: Path) -> tuple[str, ...]:
     """Of every run on a corpus; makes the data set."""
     source = place / "text"
     if not source.exists():
-        written(corpus, effort.data_bytes, source)
+        write_texts(corpus, effort.data_bytes, source)
     base = (
         *RECIPE,
         *effort.shape.settings(),
@@ -186,29 +188,33 @@ def settings(effort: Effort, corpus: Corpus, place: Path) -> tuple[str, ...]:
         f"data.source={source}",
         f"data.path={place / 'tokens'}",
     )
-    loaded = load_config(None, base)
-    prepare_dataset(loaded.config.data, loaded.config.seed, say=lambda text: print(text, file=sys.stderr))
+    loaded_config = load_config(None, base)
+    prepare_dataset(
+        loaded_config.config.data,
+        loaded_config.config.seed,
+        say=lambda text: print(text, file=sys.stderr),
+    )
     return base
 
 
-def written(corpus: Corpus, size: int, folder: Path) -> None:
+def write_texts(corpus: Corpus, size: int, folder: Path) -> None:
     """Write texts of `size` bytes in all, each in a file of its own."""
-    aside = folder.with_name(".text")
-    aside.mkdir(exist_ok=True)
+    new_folder = folder.with_name(".text")
+    new_folder.mkdir(exist_ok=True)
     for number, text in enumerate(corpus.texts()):
         if size <= 0:
             break
-        size -= (aside / f"{number:05}.txt").write_bytes(text.encode())
+        size -= (new_folder / f"{number:05}.txt").write_bytes(text.encode())
     if size > 0:
         sys.exit(
             f"{corpus.name}: {size:,} bytes are missing here; install what the head of moult.py names"
         )
-    aside.rename(folder)
+    new_folder.rename(folder)
 
 
-def compare(effort: Effort, workshop: Workshop) -> Found:
+def compare(effort: Effort, workshop: Workshop) -> Comparison:
     """The trials of the rate, then the runs of every seed."""
-    rate, tried = tuned(effort, workshop)
+    rate, losses_by_rate = tune_rate(effort, workshop)
     shares = {SCRATCH: (effort.shorter, 1.0), (): effort.grown}
     runs = {
         (arm, seed, share): segment(round(share * effort.steps), rate, seed, arm)
@@ -217,25 +223,25 @@ def compare(effort: Effort, workshop: Workshop) -> Found:
         for share in every
     }
     results = workshop.results(list(runs.values()))
-    scratch, grown = (
+    scratch, grown_results = (
         [[results[runs[arm, seed, share].name] for share in every] for seed in effort.seeds]
         for arm, every in shares.items()
     )
-    return Found(rate, tried, scratch, grown)
+    return Comparison(rate, losses_by_rate, scratch, grown_results)
 
 
-def tuned(effort: Effort, workshop: Workshop) -> tuple[float, dict[float, float]]:
+def tune_rate(effort: Effort, workshop: Workshop) -> tuple[float, dict[float, float]]:
     """The best rate of the final size from scratch, and the loss of each that was tried."""
-    tried: dict[float, float] = {}
-    asked = effort.rates
-    while asked:
-        runs = {rate: segment(effort.steps, rate, effort.trial_seed, SCRATCH) for rate in asked}
+    losses: dict[float, float] = {}
+    rates = effort.rates
+    while rates:
+        runs = {rate: segment(effort.steps, rate, effort.trial_seed, SCRATCH) for rate in rates}
         results = workshop.results(list(runs.values()))
-        tried |= {rate: results[run.name].loss for rate, run in runs.items()}
-        best = min(tried, key=tried.__getitem__)
-        further = {min(tried): best / 2, max(tried): best * 2} if len(tried) > 1 else {}
-        asked = (further[best],) if best in further else ()
-    return best, dict(sorted(tried.items()))
+        losses |= {rate: results[run.name].loss for rate, run in runs.items()}
+        best = min(losses, key=losses.__getitem__)
+        further = {min(losses): best / 2, max(losses): best * 2} if len(losses) > 1 else {}
+        rates = (further[best],) if best in further else ()
+    return best, dict(sorted(losses.items()))
 
 
 def segment(steps: int, rate: float, seed: int, arm: Sequence[str]) -> Segment:
@@ -244,18 +250,21 @@ def segment(steps: int, rate: float, seed: int, arm: Sequence[str]) -> Segment:
     return Segment(name, steps, (f"optimizer.muon_lr={rate}", f"seed={seed}", *arm))
 
 
-def cases(corpus: str, found: Found) -> list[Case]:
+def cases(corpus: str, comparison: Comparison) -> list[Case]:
     """Compute to the target of each seed, as a multiple of the final size's, and how sure it is."""
-    whole = [runs[-1] for runs in found.scratch]
-    ratios = [needed(runs, one) for runs, one in zip(found.grown, whole, strict=True)]
-    # each seed's final size for the loss of the next one's: what another seed alone seems to save
-    others = [
-        needed(runs, one) for runs, one in zip(found.scratch, [*whole[1:], whole[0]], strict=True)
+    finals = [runs[-1] for runs in comparison.scratch]
+    ratios = [
+        needed_compute(runs, final) for runs, final in zip(comparison.grown, finals, strict=True)
     ]
-    between, chance = interval(ratios), interval(others)
+    # each seed's final size for the loss of the next one's: what another seed alone seems to save
+    chance_ratios = [
+        needed_compute(runs, final)
+        for runs, final in zip(comparison.scratch, [*finals[1:], finals[0]], strict=True)
+    ]
+    between, chance = interval(ratios), interval(chance_ratios)
     name = f"{corpus}: preset moult"
     return [
-        case(f"{corpus}: target", [one.loss for one in whole], "nats"),
+        case(f"{corpus}: target", [final.loss for final in finals], "nats"),
         case(f"{name}, compute", [between.mean], "ratio", most=MOST),
         case(f"{name}, compute, at least", [between.low], "ratio"),
         case(f"{name}, compute, at most", [between.high], "ratio"),
@@ -264,9 +273,9 @@ def cases(corpus: str, found: Found) -> list[Case]:
     ]
 
 
-def needed(runs: Sequence[Result], target: Result) -> float:
+def needed_compute(runs: Sequence[Result], target: Result) -> float:
     """Compute that runs of several budgets need for a loss, as a multiple of what it cost."""
-    curve = fitted([Point(run.flops, run.loss) for run in runs])
+    curve = fit_curve([Point(run.flops, run.loss) for run in runs])
     return min(10.0, curve.flops_at(target.loss) / target.flops)
 
 

@@ -43,11 +43,11 @@ LEARNT = (20, 300)
 
 
 def main() -> None:
-    chosen = options(parser(__doc__).parse_args())
-    quick = chosen.quick
+    run_options = options(parser(__doc__).parse_args())
+    quick = run_options.quick
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
         cases = (
-            accuracy(Path(folder), (2,), 20, most=200)
+            accuracy(Path(folder), (2,), 20, max_samples=200)
             if quick
             else accuracy(Path(folder), LEARNT, 2000)
         )
@@ -60,13 +60,13 @@ def main() -> None:
             ]
         ):
             cases += cost(size, Path(folder))
-    publish("noise_scale", cases, chosen)
+    publish("noise_scale", cases, run_options)
 
 
 def accuracy(
-    folder: Path, learnt: Sequence[int], measurements: int, most: int = sys.maxsize
+    folder: Path, learnt: Sequence[int], measurements: int, max_samples: int = sys.maxsize
 ) -> list[Case]:
-    """Measured against true noise scales, over `most` samples, of one run at several steps."""
+    """Measured against true noise scales, over `max_samples` samples, of one run at several steps."""
     cases = []
     with ExitStack() as stack:
         trainer = trainer_of(Size("noise", MODEL, 0, 0), folder, quick=True)
@@ -74,8 +74,8 @@ def accuracy(
         for steps in learnt:
             while trainer.state.step < steps:
                 trainer.step()
-            true = true_noise_scale(trainer, most)
-            means, shown = measured(trainer, measurements)
+            true = true_noise_scale(trainer, max_samples)
+            means, running_scales = measure_noise_scale(trainer, measurements)
             where = f"after {steps} steps"
             cases += [
                 case(f"{where}: true noise scale", [true], "samples"),
@@ -86,7 +86,7 @@ def accuracy(
                     "ratio",
                     most=1.2,
                 ),
-                case(f"{where}: shown / true", [each / true for each in shown], "ratio"),
+                case(f"{where}: shown / true", [scale / true for scale in running_scales], "ratio"),
                 case(
                     f"{where}: from successive steps / true",
                     [from_successive_steps(trainer, min(measurements, 60)) / true],
@@ -97,13 +97,13 @@ def accuracy(
     return cases
 
 
-def true_noise_scale(trainer: Trainer, most: int) -> float:
-    """tr(Σ) / |G|² over all training samples, or the first `most`."""
+def true_noise_scale(trainer: Trainer, max_samples: int) -> float:
+    """tr(Σ) / |G|² over all training samples, or the first `max_samples`."""
     stepper, task = trainer.parts.stepper, trainer.parts.task
     source, _ = task.train_samples()
     parameters = [*stepper.parameters.values()]
     total = [torch.zeros_like(p, dtype=torch.float64) for p in parameters]
-    squares, number = 0.0, min(most, len(source) - 1)  # the last sample may be shorter
+    squares, number = 0.0, min(max_samples, len(source) - 1)  # the last sample may be shorter
     for index in range(number):
         batch = to_device(source.read(np.array([index])), torch.device("cpu"))
         loss = task.loss_sum(stepper.unwrapped_model, batch) / source.weights(np.array([index]))
@@ -111,28 +111,28 @@ def true_noise_scale(trainer: Trainer, most: int) -> float:
         squares += sum(g.double().square().sum().item() for g in gradients)
         for sum_, gradient in zip(total, gradients, strict=True):
             sum_ += gradient
-    of_mean = sum((each / number).square().sum().item() for each in total)
+    of_mean = sum((gradient_sum / number).square().sum().item() for gradient_sum in total)
     trace = (squares / number - of_mean) * number / (number - 1)
     return trace / (of_mean - trace / number)
 
 
-def measured(trainer: Trainer, measurements: int) -> tuple[float, list[float]]:
+def measure_noise_scale(trainer: Trainer, measurements: int) -> tuple[float, list[float]]:
     """The noise scale by the means of all measurements at the present weights, and by the running
     averages that a run shows."""
     stepper, parts, cursor = trainer.parts.stepper, trainer.parts, trainer.state.progress.samples
     assert parts.loader is not None
-    averages, trace, square, shown = NoiseScale(), 0.0, 0.0, []
+    averages, trace, square, running_scales = NoiseScale(), 0.0, 0.0, []
     for step in range(measurements):
         batch = parts.loader.take(cursor, BATCH, BATCH, lambda: False)
         cursor += batch.plan.count
         result = stepper.step(batch, step, 0.0, lambda: None, measures_part=True)
         assert result.part is not None
-        alone = NoiseScale().with_measurement(result.part, batch.plan.count, result.norm.item())
-        trace, square = trace + alone.trace, square + alone.square
+        single = NoiseScale().with_measurement(result.part, batch.plan.count, result.norm.item())
+        trace, square = trace + single.trace, square + single.square
         averages = averages.with_measurement(result.part, batch.plan.count, result.norm.item())
         if averages.settled is not None:
-            shown.append(averages.settled)
-    return trace / square, shown
+            running_scales.append(averages.settled)
+    return trace / square, running_scales
 
 
 class Capture:
@@ -172,27 +172,29 @@ def from_successive_steps(trainer: Trainer, steps: int) -> float:
 def cost(size: Size, folder: Path) -> list[Case]:
     """What one measurement adds, spread over the steps from one to the next; in seconds of the CPU,
     which hardly depend on what else the machine does."""
-    own = Size(size.name, (*size.overrides, "record.noise_every=2"), size.steps, size.repeats)
+    noisy_size = Size(
+        size.name, (*size.overrides, "record.noise_every=2"), size.steps, size.repeats
+    )
     seconds: dict[bool, list[float]] = {False: [], True: []}
     with ExitStack() as stack:
-        trainer = trainer_of(own, folder, quick=True)
+        trainer = trainer_of(noisy_size, folder, quick=True)
         stack.callback(trainer.close)
         for _ in range(4):
             trainer.step()
         for _ in range(2 * size.steps):
-            begun = time.process_time()
+            start = time.process_time()
             trainer.step()
-            seconds[trainer.state.step % 2 == 0].append(time.process_time() - begun)
+            seconds[trainer.state.step % 2 == 0].append(time.process_time() - start)
         config = trainer.parts.config
     by_default = config.model_copy(update={"record": RecordConfig()})
     every = noise_interval(by_default, config.train.batch_size, 1)
     assert every is not None
     step = statistics.median(seconds[False])
-    added = statistics.median(seconds[True]) - step
+    extra = statistics.median(seconds[True]) - step
     print(size.name, file=sys.stderr)
-    added_per_step = 1 + added / step / every
+    added_per_step = 1 + extra / step / every
     return [
-        case(f"{size.name}: a measurement / a step", [added / step], "ratio"),
+        case(f"{size.name}: a measurement / a step", [extra / step], "ratio"),
         case(
             f"{size.name}: steps with measurements / without", [added_per_step], "ratio", most=1.01
         ),

@@ -13,9 +13,9 @@ from instar.custom import Batch, CustomTask
 
 class Waves(CustomTask[Any, Any]):
     def samples(self) -> Any:
-        drawn = np.random.default_rng(self.seed)
-        x = drawn.normal(size=(4000, 8)).astype(np.float32)
-        y = np.sin(x @ drawn.normal(size=(8, 4))).sum(1) + drawn.normal(0, 0.3, 4000)
+        rng = np.random.default_rng(self.seed)
+        x = rng.normal(size=(4000, 8)).astype(np.float32)
+        y = np.sin(x @ rng.normal(size=(8, 4))).sum(1) + rng.normal(0, 0.3, 4000)
         return {"x": x, "y": y.astype(np.float32)}
 
     def module(self, shape: Any) -> nn.Module:  # noqa: ARG002

@@ -22,12 +22,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from instar.extensions.lab.pilot import run_pilot
-from instar.extensions.lab.short_runs import ShortRunRequest
 from instar.config.load import load_config
 from instar.data.text.prepare import prepare_dataset
-from instar.schedule.forecast import checked_forecast
+from instar.extensions.lab.pilot import run_pilot
 from instar.extensions.lab.saving import ExpectedSaving, predict_saving, spending
+from instar.extensions.lab.short_runs import ShortRunRequest
+from instar.schedule.forecast import checked_forecast
 from instar.tasks.task import spec_class
 from report import Case, case, options, publish
 from segments import Result, Segment, Workshop, place_of, study_parser
@@ -116,20 +116,20 @@ QUICK = replace(
 
 
 def main() -> None:
-    parsed = study_parser(__doc__).parse_args()
-    chosen = options(parsed)
-    effort = QUICK if chosen.quick else FULL
-    made: list[Case] = []
-    kept = []
-    with place_of(parsed) as work:
+    arguments = study_parser(__doc__).parse_args()
+    run_options = options(arguments)
+    effort = QUICK if run_options.quick else FULL
+    case_list: list[Case] = []
+    records = []
+    with place_of(arguments) as work:
         for optimizer, seed in effort.trials:
             trial = f"{optimizer}, seed {seed}"
             base = settings(effort, optimizer, seed, work.absolute())
-            before, cost = foretold(effort, trial, base, work.absolute())
-            workshop = Workshop(work, base, parsed.workers)
-            after = measured(effort, trial, workshop)
-            made += cases(effort, trial, before, after, cost)
-            kept += [
+            before, cost = predict_savings(effort, trial, base, work.absolute())
+            workshop = Workshop(work, base, arguments.workers)
+            after = measure_savings(effort, trial, workshop)
+            case_list += cases(effort, trial, before, after, cost)
+            records += [
                 {
                     "trial": trial,
                     "schedule": name,
@@ -138,10 +138,12 @@ def main() -> None:
                 }
                 for name, saving in before.items()
             ]
-    publish("pilot", made, chosen, runs_at_a_time=parsed.workers)
-    if chosen.results is not None:
-        text = json.dumps({"recipe": RECIPE, "effort": asdict(effort), "predicted": kept}, indent=1)
-        (chosen.results / "pilot-runs.json").write_text(text + "\n", encoding="utf-8")
+    publish("pilot", case_list, run_options, runs_at_a_time=arguments.workers)
+    if run_options.results is not None:
+        text = json.dumps(
+            {"recipe": RECIPE, "effort": asdict(effort), "predicted": records}, indent=1
+        )
+        (run_options.results / "pilot-runs.json").write_text(text + "\n", encoding="utf-8")
 
 
 def settings(effort: Effort, optimizer: str, seed: int, work: Path) -> tuple[str, ...]:
@@ -160,64 +162,71 @@ def settings(effort: Effort, optimizer: str, seed: int, work: Path) -> tuple[str
         f"seed={seed}",
         "data.seed=2",
     )
-    loaded = load_config(None, base)
-    prepare_dataset(loaded.config.data, loaded.config.seed, say=lambda text: print(text, file=sys.stderr))
+    loaded_config = load_config(None, base)
+    prepare_dataset(
+        loaded_config.config.data,
+        loaded_config.config.seed,
+        say=lambda text: print(text, file=sys.stderr),
+    )
     return base
 
 
-def foretold(
+def predict_savings(
     effort: Effort, trial: str, base: Sequence[str], work: Path
 ) -> tuple[dict[str, ExpectedSaving], float]:
     """The savings of the schedules that were not measured, by a pilot, and its share of the FLOPs of the
     final size."""
-    given = [*base, f"record.out_dir={work}"]
+    shared_settings = [*base, f"record.out_dir={work}"]
     request = ShortRunRequest(
         None,
-        [*given, *effort.measured.settings()],
+        [*shared_settings, *effort.measured.settings()],
         steps=effort.pilot_steps,
-        out=work / f"{named(trial)}.pilot.json",
+        out=work / f"{file_name(trial)}.pilot.json",
     )
-    found = run_pilot(request).pilot
+    pilot = run_pilot(request).pilot
     savings = {}
     for schedule in effort.unseen:
-        loaded = load_config(None, [*given, *schedule.settings()])
-        spec = spec_class(loaded.config.task).open(loaded, 1)
-        spent = spending(checked_forecast(loaded, spec, 1))
-        savings[schedule.name] = predict_saving(found, spent, source=trial)
-    spent_in_all = sum(s.flops_per_token * s.tokens for run in found.runs for s in run.spent)
-    whole = found.final.flops_per_token * found.tokens_per_step * effort.steps
-    return savings, spent_in_all / whole
+        loaded_config = load_config(None, [*shared_settings, *schedule.settings()])
+        spec = spec_class(loaded_config.config.task).open(loaded_config, 1)
+        compute = spending(checked_forecast(loaded_config, spec, 1))
+        savings[schedule.name] = predict_saving(pilot, compute, source=trial)
+    spent_in_all = sum(s.flops_per_token * s.tokens for run in pilot.runs for s in run.spent)
+    final_flops = pilot.final.flops_per_token * pilot.tokens_per_step * effort.steps
+    return savings, spent_in_all / final_flops
 
 
-def named(*words: str) -> str:
+def file_name(*words: str) -> str:
     """As the name of a file or folder."""
     return "-".join(words).replace(", seed ", "-s").replace(" ", "-")
 
 
-def measured(effort: Effort, trial: str, workshop: Workshop) -> dict[str, float]:
+def measure_savings(effort: Effort, trial: str, workshop: Workshop) -> dict[str, float]:
     """What the schedules saved, by name."""
     shape = effort.shape
 
     def segment(name: str, steps: int, *more: str) -> Segment:
-        return Segment(named(trial, name), steps, more)
+        return Segment(file_name(trial, name), steps, more)
 
     final = f"model.n_layer={shape.layers}"
     scratch = [
         segment(f"scratch-{steps}", steps, final)
         for steps in (round(effort.shorter * effort.steps), effort.steps)
     ]
-    grown = {
-        each.name: segment(each.name, effort.steps, *each.settings()) for each in effort.unseen
+    grown_segments = {
+        schedule.name: segment(schedule.name, effort.steps, *schedule.settings())
+        for schedule in effort.unseen
     }
-    results = workshop.results([*scratch, *grown.values()])
-    short, long = (results[each.name] for each in scratch)
-    return {name: saved(short, long, results[each.name]) for name, each in grown.items()}
+    results = workshop.results([*scratch, *grown_segments.values()])
+    short, long = (results[run.name] for run in scratch)
+    return {
+        name: saved_share(short, long, results[run.name]) for name, run in grown_segments.items()
+    }
 
 
-def saved(short: Result, long: Result, grown: Result) -> float:
+def saved_share(short: Result, long: Result, grown_run: Result) -> float:
     """1 - FLOPs / those after which the final size from scratch has as low a loss."""
     fall = (short.loss - long.loss) / math.log(long.flops / short.flops)
-    return 1 - grown.flops / (long.flops * math.exp((long.loss - grown.loss) / fall))
+    return 1 - grown_run.flops / (long.flops * math.exp((long.loss - grown_run.loss) / fall))
 
 
 def cases(
@@ -228,16 +237,16 @@ def cases(
     cost: float,
 ) -> list[Case]:
     """Savings predicted and measured, in points; a saving may be a loss, figures are not negative."""
-    made = [case(f"{trial}: FLOPs of the pilot / final size from scratch", [cost], "ratio")]
+    case_list = [case(f"{trial}: FLOPs of the pilot / final size from scratch", [cost], "ratio")]
     for schedule in effort.unseen:
         name = schedule.name
-        apart = 100 * abs(before[name].share - after[name])
-        made += [
+        gap = 100 * abs(before[name].share - after[name])
+        case_list += [
             case(f"{trial}, {name}: compute predicted", [1 - before[name].share], "ratio"),
             case(f"{trial}, {name}: compute measured", [1 - after[name]], "ratio"),
-            case(f"{trial}, {name}: off by", [apart], "points", most=BAR),
+            case(f"{trial}, {name}: off by", [gap], "points", most=BAR),
         ]
-    return made
+    return case_list
 
 
 if __name__ == "__main__":

@@ -67,29 +67,31 @@ Losses = Mapping[float, float]
 
 
 def main() -> None:
-    chosen = options(parser(__doc__).parse_args())
-    effort = QUICK if chosen.quick else FULL
+    run_options = options(parser(__doc__).parse_args())
+    effort = QUICK if run_options.quick else FULL
     torch.set_num_threads(1)
-    found: dict[tuple[bool, int, int], Losses] = {}
+    losses_by_run: dict[tuple[bool, int, int], Losses] = {}
     with tempfile.TemporaryDirectory() as folder:
         for seed in effort.seeds:
             for width in effort.widths:
                 for follows in (False, True):
                     base = follows and width > effort.widths[0]
                     if follows and not base:  # the narrowest is its own base
-                        found[True, width, seed] = found[False, width, seed]
+                        losses_by_run[True, width, seed] = losses_by_run[False, width, seed]
                         continue
                     keys = settings(effort, Path(folder), width, follows, seed)
-                    found[follows, width, seed] = losses(keys, effort)
-                    print(NAMES[follows], width, found[follows, width, seed], file=sys.stderr)
-    publish("width_rates", cases(effort, found), chosen, threads=1)
-    if chosen.results is not None:
+                    losses_by_run[follows, width, seed] = losses(keys, effort)
+                    print(
+                        NAMES[follows], width, losses_by_run[follows, width, seed], file=sys.stderr
+                    )
+    publish("width_rates", cases(effort, losses_by_run), run_options, threads=1)
+    if run_options.results is not None:
         runs = [
-            {"arm": NAMES[follows], "width": width, "seed": seed, "losses": dict(each)}
-            for (follows, width, seed), each in found.items()
+            {"arm": NAMES[follows], "width": width, "seed": seed, "losses": dict(run_losses)}
+            for (follows, width, seed), run_losses in losses_by_run.items()
         ]
         text = json.dumps({"runs": runs}, indent=2)
-        (chosen.results / "width_rates-runs.json").write_text(text + "\n", encoding="utf-8")
+        (run_options.results / "width_rates-runs.json").write_text(text + "\n", encoding="utf-8")
 
 
 def settings(effort: Effort, folder: Path, width: int, follows: bool, seed: int) -> tuple[str, ...]:
@@ -121,20 +123,20 @@ def settings(effort: Effort, folder: Path, width: int, follows: bool, seed: int)
 
 def losses(keys: tuple[str, ...], effort: Effort) -> Losses:
     """Train at every rate."""
-    loaded = load_config(None, keys)
-    prepared = prepared_alone(loaded, lambda text: print(text, file=sys.stderr))
-    found = {}
-    with join_group(loaded.config.parallel, loaded.config.device) as world:
+    loaded_config = load_config(None, keys)
+    prepared_run = prepared_alone(loaded_config, lambda text: print(text, file=sys.stderr))
+    losses_by_rate = {}
+    with join_group(loaded_config.config.parallel, loaded_config.config.device) as world:
         for rate in effort.rates:
-            optimizer = prepared.config.optimizer.model_copy(update={"lr": rate})
-            config = prepared.config.model_copy(update={"optimizer": optimizer})
-            found[rate] = final_loss(prepared, config, world, effort.steps)
-    return found
+            optimizer = prepared_run.config.optimizer.model_copy(update={"lr": rate})
+            config = prepared_run.config.model_copy(update={"optimizer": optimizer})
+            losses_by_rate[rate] = final_loss(prepared_run, config, world, effort.steps)
+    return losses_by_rate
 
 
-def best(found: Losses) -> float:
+def best(losses_by_rate: Losses) -> float:
     """The rate of the lowest loss, between those that were tried."""
-    rates, values = zip(*sorted(found.items()), strict=True)
+    rates, values = zip(*sorted(losses_by_rate.items()), strict=True)
     at = min(range(len(rates)), key=values.__getitem__)
     if at in (0, len(rates) - 1):
         return rates[at]
@@ -145,43 +147,49 @@ def best(found: Losses) -> float:
     return rates[at] * (rates[at + 1] / rates[at]) ** shift
 
 
-def loss_at(found: Losses, rate: float) -> float:
+def loss_at(losses_by_rate: Losses, rate: float) -> float:
     """The loss at a rate, interpolated over the logarithm of the rate."""
-    rates = sorted(found)
-    above = next((n for n, each in enumerate(rates) if each >= rate), len(rates) - 1)
+    rates = sorted(losses_by_rate)
+    above = next((n for n, candidate in enumerate(rates) if candidate >= rate), len(rates) - 1)
     low, high = rates[max(0, above - 1)], rates[above]
     share = math.log(rate / low) / math.log(high / low) if high > low else 1.0
-    return found[low] + share * (found[high] - found[low])
+    return losses_by_rate[low] + share * (losses_by_rate[high] - losses_by_rate[low])
 
 
-def cases(effort: Effort, found: Mapping[tuple[bool, int, int], Losses]) -> list[Case]:
+def cases(effort: Effort, losses_by_run: Mapping[tuple[bool, int, int], Losses]) -> list[Case]:
     narrow, widest = effort.widths[0], effort.widths[-1]
-    rates = {seed: best(found[False, narrow, seed]) for seed in effort.seeds}
-    lost: dict[tuple[bool, int], list[float]] = {}
-    made = []
+    rates = {seed: best(losses_by_run[False, narrow, seed]) for seed in effort.seeds}
+    excess_losses: dict[tuple[bool, int], list[float]] = {}
+    case_list = []
     for width in effort.widths[1:]:
         for follows, name in NAMES.items():
-            tried = [(found[follows, width, seed], rates[seed]) for seed in effort.seeds]
-            apart = [math.exp(abs(math.log(rate / best(losses)))) for losses, rate in tried]
-            lost[follows, width] = [
-                loss_at(losses, rate) - min(losses.values()) for losses, rate in tried
+            pairs = [(losses_by_run[follows, width, seed], rates[seed]) for seed in effort.seeds]
+            rate_factors = [math.exp(abs(math.log(rate / best(losses)))) for losses, rate in pairs]
+            excess_losses[follows, width] = [
+                loss_at(losses, rate) - min(losses.values()) for losses, rate in pairs
             ]
-            most = 1.5 if follows and width == widest else None
-            made.append(
+            bar = 1.5 if follows and width == widest else None
+            case_list.append(
                 case(
-                    f"{name}: best rates of {narrow} and {width} apart", apart, "factor", most=most
+                    f"{name}: best rates of {narrow} and {width} apart",
+                    rate_factors,
+                    "factor",
+                    most=bar,
                 )
             )
-            made.append(
+            case_list.append(
                 case(
-                    f"{name}: lost at {width} by the rate of {narrow}", lost[follows, width], "nats"
+                    f"{name}: lost at {width} by the rate of {narrow}",
+                    excess_losses[follows, width],
+                    "nats",
                 )
             )
     ratios = [
-        a / b if b else 1.0 for a, b in zip(lost[True, widest], lost[False, widest], strict=True)
+        a / b if b else 1.0
+        for a, b in zip(excess_losses[True, widest], excess_losses[False, widest], strict=True)
     ]
-    made.append(case(f"lost at {widest}: lr_base_width / same rates", ratios, "ratio"))
-    return made
+    case_list.append(case(f"lost at {widest}: lr_base_width / same rates", ratios, "ratio"))
+    return case_list
 
 
 if __name__ == "__main__":

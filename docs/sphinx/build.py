@@ -100,21 +100,21 @@ def build(out: Path) -> int:
 
 def gather(pages: Path) -> None:
     """Copy the pages and what they refer to, and write the generated pages."""
-    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    ignore_caches = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for name in FOLDERS:
-        shutil.copytree(ROOT / name, pages / name, ignore=ignored)
+        shutil.copytree(ROOT / name, pages / name, ignore=ignore_caches)
     for name in ("CHANGELOG.md", "CONTRIBUTING.md"):
         shutil.copy(ROOT / name, pages)
     shutil.copy(ROOT / "README.md", pages / "index.md")
-    generated = pages / "docs" / "reference"
-    generated.mkdir()
-    (generated / "commands.md").write_text(reference.commands(), "utf-8")
-    (generated / "python.md").write_text(reference.python(), "utf-8")
-    found = sorted(page for page in pages.rglob("*.md") if "results" not in page.parts)
-    for page in found:
+    reference_pages = pages / "docs" / "reference"
+    reference_pages.mkdir()
+    (reference_pages / "commands.md").write_text(reference.commands(), "utf-8")
+    (reference_pages / "python.md").write_text(reference.python(), "utf-8")
+    markdown_files = sorted(page for page in pages.rglob("*.md") if "results" not in page.parts)
+    for page in markdown_files:
         text = LINK.sub(lambda link: _target(page, link[0]), page.read_text("utf-8"))  # noqa: B023
         page.write_text(text, "utf-8")
-    names = [page.relative_to(pages).with_suffix("").as_posix() for page in found]
+    names = [page.relative_to(pages).with_suffix("").as_posix() for page in markdown_files]
     with (pages / "index.md").open("a", encoding="utf-8") as home:
         home.write(_contents(set(names) - {"index"}))
     decisions = pages / "docs" / "decisions" / "README.md"
@@ -133,11 +133,11 @@ def _target(page: Path, link: str) -> str:
 
 
 def _contents(names: set[str]) -> str:
-    listed = {name for each in NAVIGATION.values() for name in each}
-    rest = sorted(name for name in names - listed if DECISION not in name)
-    trees = NAVIGATION | ({"More": rest} if rest else {})
+    linked_names = {name for group in NAVIGATION.values() for name in group}
+    other_names = sorted(name for name in names - linked_names if DECISION not in name)
+    trees = NAVIGATION | ({"More": other_names} if other_names else {})
     return "".join(
-        _tree(each, f":hidden:\n:titlesonly:\n:caption: {name}") for name, each in trees.items()
+        _tree(group, f":hidden:\n:titlesonly:\n:caption: {name}") for name, group in trees.items()
     )
 
 

@@ -64,16 +64,18 @@ def _run_keys() -> Iterator[str]:
     task_extensions = {
         name: extension.name for extension in built_in().values() for name in extension.tasks
     }
-    known: set[Row] = set()
+    previous_rows: set[Row] = set()
     roots = {LANGUAGE: root_of(LANGUAGE), "module:class": PlainConfig}
     roots |= {task: root_of(task) for task in known_tasks() if task != LANGUAGE}
     for task, root in roots.items():
         task_title = "" if task == LANGUAGE else f" of `task: {task}`"
         for path, section in _sections((), root):
-            rows = [row for row in _rows(root, path, section, is_run=True) if row not in known]
-            known.update(rows)
-            title = _code(_dotted(path)) if path else "Top level"
-            extension = section_extensions.get(_dotted(path)) or task_extensions.get(task)
+            rows = [
+                row for row in _rows(root, path, section, is_run=True) if row not in previous_rows
+            ]
+            previous_rows.update(rows)
+            title = _code(_dotted_key(path)) if path else "Top level"
+            extension = section_extensions.get(_dotted_key(path)) or task_extensions.get(task)
             remark = f" (extension {extension})" if extension else ""
             yield from _part(f"{title}{task_title}{remark}", _HEAD, rows)
 
@@ -81,7 +83,7 @@ def _run_keys() -> Iterator[str]:
 def _fleet_keys() -> Iterator[str]:
     yield "## Files of fleets\n\nWhat `instar fleet up FILE` reads ([fleets](fleet.md), extension fleet).\n"
     for path, section in _sections((), FleetSpec):
-        title = f"`{_dotted(path)}` of a fleet" if path else "Top level of a fleet"
+        title = f"`{_dotted_key(path)}` of a fleet" if path else "Top level of a fleet"
         rows = [row[:4] for row in _rows(FleetSpec, path, section, is_run=False)]
         yield from _part(title, _HEAD[:4], rows)
 
@@ -100,7 +102,7 @@ def _rows(
 ) -> Iterator[tuple[str, ...]]:
     """Yield key, type, default, meaning and what a resume does with it, of keys that hold a value."""
     for name, field in section.model_fields.items():
-        key = _dotted((*path, name))
+        key = _dotted_key((*path, name))
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             continue
         value = "" if field.is_required() else _code(in_yaml(default(field)))
@@ -120,8 +122,8 @@ def _at_resume(key: str) -> str:
     if not is_fixed(key):
         return "changes"
     # the last name that allows it is the narrowest
-    allowed = [name for name, keys in ALLOWED.items() if key.startswith(keys)]
-    return f"fixed, `--allow {allowed[-1]}`" if allowed else "fixed"
+    permissions = [name for name, keys in ALLOWED.items() if key.startswith(keys)]
+    return f"fixed, `--allow {permissions[-1]}`" if permissions else "fixed"
 
 
 def _sections(
@@ -154,7 +156,7 @@ def _code(text: str) -> str:
     return f"`{text}`"
 
 
-def _dotted(path: KeyPath) -> str:
+def _dotted_key(path: KeyPath) -> str:
     text = "".join("[]" if isinstance(step, int) else f".{step}" for step in path)
     return text.removeprefix(".")
 

@@ -38,9 +38,9 @@ def _tree(name: str, command: click.Command) -> Iterator[tuple[str, click.Comman
     if isinstance(command, click.Group):
         context = click.Context(command)
         for inner in command.list_commands(context):
-            found = command.get_command(context, inner)
-            if found is not None and not found.hidden:
-                yield from _tree(f"{name} {inner}", found)
+            subcommand = command.get_command(context, inner)
+            if subcommand is not None and not subcommand.hidden:
+                yield from _tree(f"{name} {inner}", subcommand)
 
 
 def _command(name: str, command: click.Command) -> Iterator[str]:
@@ -54,10 +54,10 @@ def _command(name: str, command: click.Command) -> Iterator[str]:
         else:
             yield from (escape(paragraph), "")
     depth = name.count(" ") + 1
-    inner = [each for each, _ in _tree(name, command) if each.count(" ") == depth]
-    yield from (f"- [{each}](#{each.replace(' ', '-')})" for each in inner)
+    inner = [inner_name for inner_name, _ in _tree(name, command) if inner_name.count(" ") == depth]
+    yield from (f"- [{inner_name}](#{inner_name.replace(' ', '-')})" for inner_name in inner)
     yield ""
-    records = filter(None, (each.get_help_record(context) for each in command.params))
+    records = filter(None, (parameter.get_help_record(context) for parameter in command.params))
     yield from table(
         ("option", "meaning"), [(f"`{name}`", escape(about)) for name, about in records if about]
     )

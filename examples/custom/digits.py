@@ -35,9 +35,9 @@ class Digits(Dataset):
         return 1000
 
     def __getitem__(self, n):
-        drawn, digit = np.random.default_rng([self.seed, n]), n % 10
-        image = drawn.normal(0, 0.3, (1, 12, 12)).astype("float32")
-        top, left = drawn.integers(0, (3, 7))
+        rng, digit = np.random.default_rng([self.seed, n]), n % 10
+        image = rng.normal(0, 0.3, (1, 12, 12)).astype("float32")
+        top, left = rng.integers(0, (3, 7))
         image[0, top : top + 10, left : left + 6] += np.kron(
             np.reshape(self.glyphs[digit], (5, 3)), np.ones((2, 2))
         )

@@ -16,11 +16,11 @@ class Prices(CustomTask):
     Model, better, unit = Settings, {"error": "min"}, "house"
 
     def samples(self):
-        drawn = np.random.default_rng(self.seed)
+        rng = np.random.default_rng(self.seed)
         area, rooms, age = (
-            drawn.uniform(30, 200, 900),
-            drawn.integers(1, 8, 900),
-            drawn.gamma(3, 10, 900),
+            rng.uniform(30, 200, 900),
+            rng.integers(1, 8, 900),
+            rng.gamma(3, 10, 900),
         )
         price = 3 * area + 20 * np.sqrt(rooms) - 0.5 * age + 0.01 * area * rooms
         x = np.stack([area / 100, rooms / 4, age / 30], axis=1)

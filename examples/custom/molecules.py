@@ -22,12 +22,14 @@ class Network(nn.Module):
         return self.energy(global_add_pool(x, data.batch)).squeeze(1)
 
 
-def molecule(drawn):
+def molecule(generator):
     """A random tree of atoms of four kinds, with bonds of three kinds, and its energy."""
-    n = int(torch.randint(3, 10, (), generator=drawn))
-    kinds = torch.randint(4, (n,), generator=drawn)
-    ends = torch.tensor([[int(torch.randint(k, (), generator=drawn)), k] for k in range(1, n)]).T
-    bonds = torch.randint(3, (n - 1,), generator=drawn)
+    n = int(torch.randint(3, 10, (), generator=generator))
+    kinds = torch.randint(4, (n,), generator=generator)
+    ends = torch.tensor(
+        [[int(torch.randint(k, (), generator=generator)), k] for k in range(1, n)]
+    ).T
+    bonds = torch.randint(3, (n - 1,), generator=generator)
     energy = ((1 + bonds) * (1 + kinds[ends[0]]) * (1 + kinds[ends[1]])).sum() / 50
     return Data(
         x=nn.functional.one_hot(kinds, 4).float(),
@@ -45,8 +47,8 @@ class Energies(CustomTask):
     Model, better, unit = Settings, {"error": "min"}, "molecule"
 
     def samples(self):
-        drawn = torch.Generator().manual_seed(self.seed)
-        return [molecule(drawn) for _ in range(600)]
+        generator = torch.Generator().manual_seed(self.seed)
+        return [molecule(generator) for _ in range(600)]
 
     def collate(self, samples):
         graphs = [Data(s["x"], s["edges"].T, s["edge_attr"], s["y"][None]) for s in samples]

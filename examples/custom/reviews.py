@@ -43,7 +43,7 @@ class Reviews(CustomTask):
 
     def collate(self, samples):
         tokens, good = zip(*(sample.values() for sample in samples), strict=True)
-        length = torch.tensor([len(each) for each in tokens], device=tokens[0].device)
+        length = torch.tensor([len(review) for review in tokens], device=tokens[0].device)
         return (pad_sequence(tokens, batch_first=True), length), torch.stack(good)
 
     def module(self, _):

@@ -16,8 +16,8 @@ class Listener(nn.Module):
         self.instrument, self.pitch = nn.Linear(width, 3), nn.Linear(width, 1)
 
     def forward(self, sound, length):
-        heard = F.relu(self.hear(sound[:, None])).cumsum(2)
-        mean = heard[torch.arange(len(sound)), :, length - 1] / length[:, None]
+        features = F.relu(self.hear(sound[:, None])).cumsum(2)
+        mean = features[torch.arange(len(sound)), :, length - 1] / length[:, None]
         return self.instrument(mean), self.pitch(mean).squeeze(1)
 
 
@@ -30,32 +30,42 @@ class Sounds(CustomTask):
     Model, better, unit = Settings, {"accuracy": "max", "pitch_error": "min"}, "sound"
 
     def samples(self):
-        drawn = np.random.default_rng(self.seed)
+        rng = np.random.default_rng(self.seed)
         for n in range(600):
-            pitch = drawn.uniform(0.1, 0.6)
-            wave = np.sin(pitch * np.arange(drawn.integers(40, 80)) + drawn.uniform(0, 6))
+            pitch = rng.uniform(0.1, 0.6)
+            wave = np.sin(pitch * np.arange(rng.integers(40, 80)) + rng.uniform(0, 6))
             sound = (wave, np.sign(wave), np.abs(wave))[n % 3].astype("float32")
             yield {"sound": sound, "instrument": n % 3, "pitch": np.float32(pitch)}
 
     def collate(self, samples):
         sounds, instruments, pitches = zip(*(sample.values() for sample in samples), strict=True)
         length = torch.tensor([len(sound) for sound in sounds], device=sounds[0].device)
-        padded = pad_sequence(sounds, batch_first=True)
-        return (padded, length), torch.stack(instruments), torch.stack(pitches)
+        waves = pad_sequence(sounds, batch_first=True)
+        return (waves, length), torch.stack(instruments), torch.stack(pitches)
 
     def module(self, _):
         return Listener(self.model.width)
 
     def loss(self, model, batch):
-        heard, instrument, pitch = batch
-        named, height = model(*heard)
-        loss = F.cross_entropy(named, instrument, reduction="none")
-        return loss + self.model.pitch_weight * (height - pitch).square(), (named, height)
+        inputs, instrument, pitch = batch
+        instrument_logits, height = model(*inputs)
+        loss = F.cross_entropy(instrument_logits, instrument, reduction="none")
+        return loss + self.model.pitch_weight * (height - pitch).square(), (
+            instrument_logits,
+            height,
+        )
 
     def measure(self, outputs, batch):
-        (named, height), (_, instrument, pitch) = outputs, batch
-        return {"accuracy": named.argmax(1) == instrument, "pitch_error": (height - pitch).abs()}
+        (instrument_logits, height), (_, instrument, pitch) = outputs, batch
+        return {
+            "accuracy": instrument_logits.argmax(1) == instrument,
+            "pitch_error": (height - pitch).abs(),
+        }
 
     def predict(self, outputs, batch):
-        named, height = outputs
-        return {"instrument": batch[1], "instrument.predicted": named.argmax(1), "pitch": height}
+        instrument_logits, height = outputs
+        return {
+            "instrument": batch[1],
+            "instrument.predicted": instrument_logits.argmax(1),
+            "pitch": height,
+        }

@@ -53,18 +53,18 @@ class Interval:
     high: float
 
 
-def fitted(points: Sequence[Point]) -> Curve:
+def fit_curve(points: Sequence[Point]) -> Curve:
     """The curve of least squares through at least two budgets."""
     logs = [math.log(point.flops) for point in points]
     slope, at_one = statistics.linear_regression(logs, [point.loss for point in points])
     return Curve(at_one, slope)
 
 
-def needed(arm: Sequence[Point], reference: Sequence[Point]) -> float:
+def needed_compute(arm: Sequence[Point], reference: Sequence[Point]) -> float:
     """Compute that an arm needs for the loss that the reference reaches at its largest budget, as a
     multiple of that budget."""
     full = max(point.flops for point in reference)
-    return min(MOST, fitted(arm).flops_at(fitted(reference).loss(full)) / full)
+    return min(MOST, fit_curve(arm).flops_at(fit_curve(reference).loss(full)) / full)
 
 
 def spread(values: Sequence[float], seed: int = 0) -> Interval:

@@ -94,28 +94,30 @@ def main() -> None:
         metavar="N",
         help="only: time runs of N seeds of the first column, each from scratch and grown",
     )
-    parsed = parser.parse_args()
-    chosen = options(parsed)
+    arguments = parser.parse_args()
+    run_options = options(arguments)
     columns = [
         column
-        for column in (QUICK if chosen.quick else COLUMNS)
-        if parsed.only is None or column.name in parsed.only
+        for column in (QUICK if run_options.quick else COLUMNS)
+        if arguments.only is None or column.name in arguments.only
     ]
     if not columns:
         parser.error(f"--only: columns are {', '.join(repr(column.name) for column in COLUMNS)}")
-    with place_of(parsed) as work:
-        base = prepared(work, columns[0].shape.vocabulary, chosen.quick)
+    with place_of(arguments) as work:
+        base = prepare_data(work, columns[0].shape.vocabulary, run_options.quick)
         check_data(columns, work)
-        workshop = Workshop(work, base, parsed.workers, kept_of(chosen.results, work))
-        if parsed.seconds is not None:
-            publish("growth_seconds", seconds(columns[0], workshop, parsed.seconds), chosen)
+        workshop = Workshop(
+            work, base, arguments.workers, results_file_of(run_options.results, work)
+        )
+        if arguments.seconds is not None:
+            publish("growth_seconds", seconds(columns[0], workshop, arguments.seconds), run_options)
             return
-        for column in () if parsed.known else columns:
+        for column in () if arguments.known else columns:
             best = {way: best_of(trials_of(column, way, workshop)) for way in (SCRATCH, GROWN)}
             make([run for seed in column.seeds for run in runs_of(column, best, seed)], workshop)
-            publish_known(columns, workshop, chosen)
-        if parsed.known:
-            publish_known(columns, workshop, chosen)
+            publish_known(columns, workshop, run_options)
+        if arguments.known:
+            publish_known(columns, workshop, run_options)
 
 
 def runs_of(column: Column, best: Mapping[str, Arm], seed: int) -> list[Run]:
@@ -125,7 +127,7 @@ def runs_of(column: Column, best: Mapping[str, Arm], seed: int) -> list[Run]:
 
 def make(runs: Iterable[Run], workshop: Workshop) -> None:
     """Train those that are not known yet."""
-    workshop.results(segments(run for run in runs if workshop.done(run.name) is None))
+    workshop.results(segments(run for run in runs if workshop.result_of(run.name) is None))
 
 
 def trials_of(
@@ -139,18 +141,18 @@ def trials_of(
     Raises:
         UnknownRunError: a run is missing, and is not to be made.
     """
-    tried: dict[Arm, list[Result]] = {}
+    results_by_arm: dict[Arm, list[Result]] = {}
 
     def losses_of(choices: Sequence[Choice]) -> list[float]:
         trials = {column.arm(choice): column.trial(way, choice) for choice in choices}
         if train:
             make([run for runs in trials.values() for run in runs], workshop)
         for arm, runs in trials.items():
-            tried[arm] = [known(run, workshop) for run in runs]
-        return [mean_loss(tried[arm]) for arm in trials]
+            results_by_arm[arm] = [known_result(run, workshop) for run in runs]
+        return [mean_loss(results_by_arm[arm]) for arm in trials]
 
     descend(column.dials(way), column.first_choice(way), losses_of, column.trials)
-    return tried
+    return results_by_arm
 
 
 def best_of(trials: Mapping[Arm, Sequence[Result]]) -> Arm:
@@ -158,20 +160,20 @@ def best_of(trials: Mapping[Arm, Sequence[Result]]) -> Arm:
     return min(trials, key=lambda arm: mean_loss(trials[arm]))
 
 
-def known(run: Run, workshop: Workshop) -> Result:
+def known_result(run: Run, workshop: Workshop) -> Result:
     """Return what a run came to.
 
     Raises:
         UnknownRunError: it has not been made.
     """
-    if (result := workshop.done(run.name)) is None:
+    if (result := workshop.result_of(run.name)) is None:
         raise UnknownRunError(run.name)
     return result
 
 
-def publish_known(columns: Sequence[Column], workshop: Workshop, chosen: Options) -> None:
+def publish_known(columns: Sequence[Column], workshop: Workshop, run_options: Options) -> None:
     """The cases and tables of columns all of whose trials and seeds are made."""
-    told, tables = [], []
+    case_list, tables = [], []
     for column in columns:
         try:
             trials = {
@@ -180,7 +182,7 @@ def publish_known(columns: Sequence[Column], workshop: Workshop, chosen: Options
             best = {way: best_of(arms) for way, arms in trials.items()}
             seeds = [
                 {
-                    way: {run: known(run, workshop) for run in runs}
+                    way: {run: known_result(run, workshop) for run in runs}
                     for way, runs in column.runs(best, seed).items()
                 }
                 for seed in column.seeds
@@ -188,10 +190,10 @@ def publish_known(columns: Sequence[Column], workshop: Workshop, chosen: Options
         except UnknownRunError:
             continue
         outcome = Outcome(column, trials, seeds)
-        told += cases(outcome)
+        case_list += cases(outcome)
         tables.append(table(outcome))
-    if told:
-        publish("growth", told, chosen, runs_at_a_time=workshop.workers)
+    if case_list:
+        publish("growth", case_list, run_options, runs_at_a_time=workshop.workers)
         print("\n\n".join(tables))
 
 
@@ -200,23 +202,25 @@ def seconds(column: Column, workshop: Workshop, pairs: int) -> list[Case]:
     are seeds' runs once more, and must come to the same loss."""
     best = {way: best_of(trials_of(column, way, workshop)) for way in (SCRATCH, GROWN)}
     took: dict[str, list[float]] = {SCRATCH: [], GROWN: []}
-    spent: dict[str, float] = {}
-    apart = [0.0]
+    flops_by_way: dict[str, float] = {}
+    loss_gaps = [0.0]
     share = sum(column.budgets) / len(column.budgets)
     for seed in column.seeds[:pairs]:
         for name, of in ((SCRATCH, 1.0), (GROWN, share)):
             run = Run(best[name], seed, best[name].steps(of * column.flops))
             with tempfile.TemporaryDirectory(dir=workshop.folder) as folder:
-                begun = time.perf_counter()
+                start = time.perf_counter()
                 (result,) = (
                     Workshop(Path(folder), workshop.base, 1).results(segments([run])).values()
                 )
-                took[name].append(time.perf_counter() - begun)
-            spent[name] = result.flops
-            if (before := workshop.done(run.name)) is not None:
-                apart.append(abs(result.loss - before.loss))
-    flops = spent[GROWN] / spent[SCRATCH]
-    clock = [grown / scratch for grown, scratch in zip(took[GROWN], took[SCRATCH], strict=True)]
+                took[name].append(time.perf_counter() - start)
+            flops_by_way[name] = result.flops
+            if (before := workshop.result_of(run.name)) is not None:
+                loss_gaps.append(abs(result.loss - before.loss))
+    flops = flops_by_way[GROWN] / flops_by_way[SCRATCH]
+    clock = [
+        grown_time / scratch for grown_time, scratch in zip(took[GROWN], took[SCRATCH], strict=True)
+    ]
     return [
         case(f"{column.name}: from scratch", took[SCRATCH], "s"),
         case(f"{column.name}: grown", took[GROWN], "s"),
@@ -224,11 +228,11 @@ def seconds(column: Column, workshop: Workshop, pairs: int) -> list[Case]:
         case(
             f"{column.name}: seconds, grown / scratch", clock, "ratio", most=round(flops + NEAR, 3)
         ),
-        case(f"{column.name}: runs made twice differ by, at most", [max(apart)], "nats"),
+        case(f"{column.name}: runs made twice differ by, at most", [max(loss_gaps)], "nats"),
     ]
 
 
-def prepared(work: Path, vocabulary: int, quick: bool) -> tuple[str, ...]:
+def prepare_data(work: Path, vocabulary: int, quick: bool) -> tuple[str, ...]:
     """Settings of every run; makes the data set."""
     size, held_out = (60_000, 0.1) if quick else (32_000_000, 0.01)
     data = (
@@ -246,16 +250,16 @@ def prepared(work: Path, vocabulary: int, quick: bool) -> tuple[str, ...]:
 
 def check_data(columns: Sequence[Column], work: Path) -> None:
     """No run may see a token twice."""
-    there = len(open_dataset(work / "tokens").split("train"))
+    tokens = len(open_dataset(work / "tokens").split("train"))
     for column in columns:
         for way in (SCRATCH, GROWN):
             arm = column.arm(column.first_choice(way))
             used = arm.steps(column.flops) * arm.shape.batch * arm.shape.context
-            if used > there:
-                sys.exit(f"{column.name}: {there:,} tokens of text are fewer than {arm} trains on")
+            if used > tokens:
+                sys.exit(f"{column.name}: {tokens:,} tokens of text are fewer than {arm} trains on")
 
 
-def kept_of(folder: Path | None, work: Path) -> Path | None:
+def results_file_of(folder: Path | None, work: Path) -> Path | None:
     """Where the results of all runs on these very data are kept."""
     if folder is None:
         return None

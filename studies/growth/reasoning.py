@@ -64,28 +64,32 @@ class Trained:
 
 
 def main() -> None:
-    parsed = study_parser(__doc__).parse_args()
-    chosen = options(parsed)
-    shape, seeds = (replace(TINY, context=64), SEEDS[:1]) if chosen.quick else (EIGHT, SEEDS)
-    with place_of(parsed) as work:
-        size = 200_000 if chosen.quick else 16_000_000
-        workshop = Workshop(work, prepared(work, shape.vocabulary, size), parsed.workers)
-        horizon = 1 if chosen.quick else TOKENS_PER_PARAMETER
+    arguments = study_parser(__doc__).parse_args()
+    run_options = options(arguments)
+    shape, seeds = (replace(TINY, context=64), SEEDS[:1]) if run_options.quick else (EIGHT, SEEDS)
+    with place_of(arguments) as work:
+        size = 200_000 if run_options.quick else 16_000_000
+        workshop = Workshop(work, prepare_data(work, shape.vocabulary, size), arguments.workers)
+        horizon = 1 if run_options.quick else TOKENS_PER_PARAMETER
         runs = {seed: runs_of(shape, seed, horizon) for seed in seeds}
-        made = segments(run for ways in runs.values() for pair in ways.values() for run in pair)
-        results = workshop.results(made)
-        folders = dict(folder for segment in made for folder in folders_of(segment, work))
-        trained = {
+        all_segments = segments(
+            run for ways in runs.values() for pair in ways.values() for run in pair
+        )
+        results = workshop.results(all_segments)
+        folders = dict(folder for segment in all_segments for folder in folders_of(segment, work))
+        models = {
             seed: {
                 way: [
-                    Trained(results[run.name].loss, scores_of(folders[run.name], chosen.quick))
+                    Trained(results[run.name].loss, scores_of(folders[run.name], run_options.quick))
                     for run in pair
                 ]
                 for way, pair in ways.items()
             }
             for seed, ways in runs.items()
         }
-        publish("reasoning", cases(list(trained.values())), chosen, runs_at_a_time=parsed.workers)
+        publish(
+            "reasoning", cases(list(models.values())), run_options, runs_at_a_time=arguments.workers
+        )
 
 
 def runs_of(shape: Shape, seed: int, tokens_per_parameter: int) -> dict[str, list[Run]]:
@@ -107,7 +111,7 @@ def folders_of(segment: Segment, work: Path) -> Iterator[tuple[str, Path]]:
         yield name, branch_of(run, branch)
 
 
-def prepared(work: Path, vocabulary: int, size: int) -> tuple[str, ...]:
+def prepare_data(work: Path, vocabulary: int, size: int) -> tuple[str, ...]:
     """Settings of every run; makes the data set, of source and of examples of the tasks."""
     training, held_out = work / "training.jsonl", work / "held-out.jsonl"
     if not (work / "tokens").exists():
@@ -115,17 +119,17 @@ def prepared(work: Path, vocabulary: int, size: int) -> tuple[str, ...]:
         folder, _, pattern = SOURCE.partition("/[")
         files = sorted(Path(folder).glob(f"[{pattern}"))
         draw.shuffle(files)
-        source, left = [], size
+        source, remaining_bytes = [], size
         for path in files:
-            if left <= 0:
+            if remaining_bytes <= 0:
                 break
             source.append(path.read_text("utf-8", errors="replace"))
-            left -= len(source[-1].encode())
-        kept = max(1, len(source) // 20)
+            remaining_bytes -= len(source[-1].encode())
+        held_out_count = max(1, len(source) // 20)
         tasks = list(task_documents(round(TASK_SHARE * size / (1 - TASK_SHARE))))
-        documents = [*source[kept:], *tasks]
+        documents = [*source[held_out_count:], *tasks]
         draw.shuffle(documents)
-        for file, texts in ((training, documents), (held_out, source[:kept])):
+        for file, texts in ((training, documents), (held_out, source[:held_out_count])):
             lines = (json.dumps({"text": text}) + "\n" for text in texts)
             file.write_text("".join(lines), encoding="utf-8")
     data = (
@@ -157,14 +161,14 @@ def task_documents(size: int) -> Iterator[str]:
 
 def scores_of(run: Path, quick: bool) -> dict[str, Score]:
     """How a run's last model does each task; kept beside the run."""
-    kept = run / "scores.json"
-    if not kept.exists():
+    file = run / "scores.json"
+    if not file.exists():
         model = instar.load_model(run, device="cpu")
         tokenizer = instar.load_tokenizer(run)
         scores = {task: score_of(model, tokenizer, task, 20 if quick else ASKED) for task in TASKS}
-        told = {task: [score.nats, score.right] for task, score in scores.items()}
-        kept.write_text(json.dumps(told))
-    return {task: Score(*values) for task, values in json.loads(kept.read_text()).items()}
+        pairs = {task: [score.nats, score.right] for task, score in scores.items()}
+        file.write_text(json.dumps(pairs))
+    return {task: Score(*values) for task, values in json.loads(file.read_text()).items()}
 
 
 @torch.no_grad()
@@ -173,11 +177,11 @@ def score_of(model: torch.nn.Module, tokenizer: Tokenizer, task: str, number: in
     nats, tokens, right = 0.0, 0, 0
     for example in examples(task, number, "asked"):
         texts = example.prompt, example.prompt + example.answer
-        prompt, whole = (tokenizer.encode(text).tolist() for text in texts)
-        if whole[: len(prompt)] != prompt:
+        prompt, sequence = (tokenizer.encode(text).tolist() for text in texts)
+        if sequence[: len(prompt)] != prompt:
             raise ValueError(f"the tokens of {texts[1]!r} do not begin with those of its prompt")
-        logits = model(torch.tensor([whole[:-1]]))[0, len(prompt) - 1 :]
-        answer = torch.tensor(whole[len(prompt) :])
+        logits = model(torch.tensor([sequence[:-1]]))[0, len(prompt) - 1 :]
+        answer = torch.tensor(sequence[len(prompt) :])
         nats += torch.nn.functional.cross_entropy(logits, answer, reduction="sum").item()
         tokens += len(answer)
         right += bool((logits.argmax(-1) == answer).all())
@@ -198,30 +202,30 @@ def at_loss(pair: Sequence[Trained], task: str, loss: float) -> Score:
 def cases(seeds: Sequence[Mapping[str, Sequence[Trained]]]) -> list[Case]:
     """The differences at the loss of the final size; the mean over all tasks says whether growth has given anything."""
     targets = [seed[SCRATCH][-1].loss for seed in seeds]
-    told = [case("loss on source at which all are compared", targets, "nats")]
+    case_list = [case("loss on source at which all are compared", targets, "nats")]
     differences: dict[str, list[float]] = {}
     for task in TASKS:
         pairs = [
             (at_loss(seed[GROWN], task, loss), seed[SCRATCH][-1].scores[task])
             for seed, loss in zip(seeds, targets, strict=True)
         ]
-        told.append(case(f"{task}: from scratch", [s.nats for _, s in pairs], "nats"))
-        told.append(case(f"{task}: from scratch, right", [100 * s.right for _, s in pairs], "%"))
-        differences[task] = [grown.nats - s.nats for grown, s in pairs]
-        right = [100 * (grown.right - s.right) for grown, s in pairs]
-        told += _between(f"{task}: grown less scratch", differences[task], "Δ nats")
-        told += _between(f"{task}: grown less scratch, right", right, "%")
+        case_list.append(case(f"{task}: from scratch", [s.nats for _, s in pairs], "nats"))
+        case_list.append(
+            case(f"{task}: from scratch, right", [100 * s.right for _, s in pairs], "%")
+        )
+        differences[task] = [grown_score.nats - s.nats for grown_score, s in pairs]
+        right = [100 * (grown_score.right - s.right) for grown_score, s in pairs]
+        case_list += _between(f"{task}: grown less scratch", differences[task], "Δ nats")
+        case_list += _between(f"{task}: grown less scratch, right", right, "%")
     means = [sum(of_seed) / len(TASKS) for of_seed in zip(*differences.values(), strict=True)]
-    return [*told, *_between("all tasks: grown less scratch", means, "Δ nats", most=0.0)]
+    return [*case_list, *_between("all tasks: grown less scratch", means, "Δ nats", bar=0.0)]
 
 
-def _between(
-    name: str, values: Sequence[float], unit: str, most: float | None = None
-) -> list[Case]:
+def _between(name: str, values: Sequence[float], unit: str, bar: float | None = None) -> list[Case]:
     """A mean and its interval."""
     between = spread(values)
     return [
-        case(name, [between.mean], unit, most=most),
+        case(name, [between.mean], unit, most=bar),
         case(f"{name}, at least", [between.low], unit),
         case(f"{name}, at most", [between.high], unit),
     ]

@@ -13,9 +13,9 @@ def descend(
     dials: Sequence[Sequence[object]],
     start: Choice,
     losses_of: Callable[[Sequence[Choice]], Sequence[float]],
-    most: int,
+    max_trials: int,
 ) -> dict[Choice, float]:
-    """Try the neighbours of the best choice, one dial after the other, until no dial helps or `most` were tried.
+    """Try the neighbours of the best choice, one dial after the other, until no dial helps or `max_trials` were tried.
 
     Args:
         losses_of: returns the losses of choices, which may be trained at the same time.
@@ -32,12 +32,12 @@ def descend(
     losses = dict(zip([start], losses_of([start]), strict=True))
     best, without_gain = start, 0
     for number in count():
-        if without_gain == len(dials) or len(losses) >= most:
+        if without_gain == len(dials) or len(losses) >= max_trials:
             return losses
         dial = number % len(dials)
-        untried = [near for near in _neighbours(dials[dial], best, dial) if near not in losses]
-        untried = untried[: most - len(losses)]
-        losses |= zip(untried, losses_of(untried), strict=True)
+        candidates = [near for near in _neighbours(dials[dial], best, dial) if near not in losses]
+        candidates = candidates[: max_trials - len(losses)]
+        losses |= zip(candidates, losses_of(candidates), strict=True)
         lowest = min(losses, key=losses.__getitem__)
         best, without_gain = lowest, without_gain + 1 if lowest == best else 0
     raise AssertionError

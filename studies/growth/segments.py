@@ -64,19 +64,27 @@ class Workshop:
     """The folder where segments are made, several at a time."""
 
     def __init__(
-        self, folder: Path, base: Sequence[str], workers: int, kept: Path | None = None
+        self, folder: Path, base: Sequence[str], workers: int, results_file: Path | None = None
     ) -> None:
         """
         Args:
             base: settings of every segment that has no parent.
-            kept: a file with what segments came to, also where their folders are gone; every
+            results_file: a file with what segments came to, also where their folders are gone; every
                 result is added to it.
         """
-        self.folder, self.base, self.workers, self.kept = folder, tuple(base), workers, kept
-        there = kept is not None and kept.exists()
-        self.known: dict[str, Result] = (
-            {name: Result(**values) for name, values in json.loads(kept.read_text()).items()}
-            if kept is not None and there
+        self.folder, self.base, self.workers, self.results_file = (
+            folder,
+            tuple(base),
+            workers,
+            results_file,
+        )
+        exists = results_file is not None and results_file.exists()
+        self.known_results: dict[str, Result] = (
+            {
+                name: Result(**values)
+                for name, values in json.loads(results_file.read_text()).items()
+            }
+            if results_file is not None and exists
             else {}
         )
         # segments share the machine by being several, not by having threads
@@ -91,34 +99,40 @@ class Workshop:
 
         Those that are ready to begin are begun in the order in which they are given.
         """
-        names = {name for one in segments for name in one.names}
-        found = {name: done for name in names if (done := self.done(name)) is not None}
-        todo = self._missing([one for one in segments if not one.names <= found.keys()])
-        found |= {
-            parent.name: done
+        names = {name for target in segments for name in target.names}
+        results_by_name = {
+            name: known_result
+            for name in names
+            if (known_result := self.result_of(name)) is not None
+        }
+        todo = self._missing(
+            [target for target in segments if not target.names <= results_by_name.keys()]
+        )
+        results_by_name |= {
+            parent.name: known_result
             for segment in todo
             if (parent := segment.parent) is not None
             and parent not in todo
-            and (done := self.done(parent.name)) is not None
+            and (known_result := self.result_of(parent.name)) is not None
         }
         under_way: dict[Future[dict[str, Result]], str] = {}
         with ThreadPoolExecutor(self.workers) as threads:
             while todo or under_way:
                 for segment in list(todo):
-                    ready = segment.parent is None or segment.parent.name in found
+                    ready = segment.parent is None or segment.parent.name in results_by_name
                     if ready and len(under_way) < self.workers:
                         todo.remove(segment)
                         under_way[threads.submit(self._make, segment)] = segment.name
                 over, _ = wait(under_way, return_when=FIRST_COMPLETED)
                 for future in over:
                     del under_way[future]
-                    made = future.result()
-                    found |= made
-                    self._keep(made)
-                    for name, result in made.items():
-                        told = f"{name}: {result.loss:.4f} at step {result.step:,}"
-                        print(f"{told}, {len(todo) + len(under_way)} to go", file=sys.stderr)
-        return found
+                    new_results = future.result()
+                    results_by_name |= new_results
+                    self._keep(new_results)
+                    for name, result in new_results.items():
+                        summary = f"{name}: {result.loss:.4f} at step {result.step:,}"
+                        print(f"{summary}, {len(todo) + len(under_way)} to go", file=sys.stderr)
+        return results_by_name
 
     def _missing(self, segments: Sequence[Segment]) -> list[Segment]:
         """Segments to be made for these, parents before their children: also a parent whose result
@@ -129,23 +143,27 @@ class Workshop:
         """Whether another can go on from it."""
         return (self.folder / f"{segment.name}.json").exists()
 
-    def done(self, name: str) -> Result | None:
+    def result_of(self, name: str) -> Result | None:
         """What a segment or a branch came to, if it has been made."""
         file = self.folder / f"{name}.json"
-        return Result(**json.loads(file.read_text())) if file.exists() else self.known.get(name)
+        return (
+            Result(**json.loads(file.read_text()))
+            if file.exists()
+            else self.known_results.get(name)
+        )
 
-    def _keep(self, made: Mapping[str, Result]) -> None:
-        self.known |= made
-        if self.kept is not None:
-            every = {name: asdict(self.known[name]) for name in sorted(self.known)}
-            aside = self.kept.with_suffix(".new")
-            aside.write_text(json.dumps(every, indent=1) + "\n")
-            aside.rename(self.kept)
+    def _keep(self, new_results: Mapping[str, Result]) -> None:
+        self.known_results |= new_results
+        if self.results_file is not None:
+            every = {name: asdict(self.known_results[name]) for name in sorted(self.known_results)}
+            new_file = self.results_file.with_suffix(".new")
+            new_file.write_text(json.dumps(every, indent=1) + "\n")
+            new_file.rename(self.results_file)
 
     def _make(self, segment: Segment) -> dict[str, Result]:
         run = self.folder / segment.name
-        for made in (run, *(branch_of(run, branch) for _, branch, _ in segment.branches)):
-            shutil.rmtree(made, ignore_errors=True)  # of a segment that was broken off
+        for run_dir in (run, *(branch_of(run, branch) for _, branch, _ in segment.branches)):
+            shutil.rmtree(run_dir, ignore_errors=True)  # of a segment that was broken off
         log = self.folder / f"{segment.name}.log"
         log.unlink(missing_ok=True)
         until = ["--until", f"{segment.until}it"]
@@ -160,9 +178,9 @@ class Workshop:
         ends[segment.name] = run, segment.until
         results = {name: _result(folder, step) for name, (folder, step) in ends.items()}
         for name, result in results.items():  # the segment's own, which says that it is done, last
-            aside = self.folder / f".{name}.json"
-            aside.write_text(json.dumps(asdict(result)) + "\n")
-            aside.rename(self.folder / f"{name}.json")
+            new_file = self.folder / f".{name}.json"
+            new_file.write_text(json.dumps(asdict(result)) + "\n")
+            new_file.rename(self.folder / f"{name}.json")
         return results
 
 
@@ -173,26 +191,26 @@ def branch_of(run: Path, name: str) -> Path:
 
 def _result(run: Path, until: int) -> Result:
     checkpoint, _ = latest_intact(run)
-    said, progress = checkpoint.manifest, checkpoint.manifest.progress
-    if said.loss is None or said.step != until:
-        sys.exit(f"{run.name}: ended at step {said.step:,} without an evaluation")
+    manifest, progress = checkpoint.manifest, checkpoint.manifest.progress
+    if manifest.loss is None or manifest.step != until:
+        sys.exit(f"{run.name}: ended at step {manifest.step:,} without an evaluation")
     tokens, active_s = round(progress["tokens"]), progress["active_s"]
-    return Result(said.step, said.loss, tokens, progress["flops"], active_s)
+    return Result(manifest.step, manifest.loss, tokens, progress["flops"], active_s)
 
 
 def study_parser(about: str | None) -> argparse.ArgumentParser:
     """A command line with what every study of segments takes."""
-    made = parser(about)
-    made.add_argument("--work", type=Path, help="where runs are kept; default: thrown away")
-    made.add_argument("--workers", type=int, default=2, help="runs at a time (default: 2)")
-    return made
+    command_line = parser(about)
+    command_line.add_argument("--work", type=Path, help="where runs are kept; default: thrown away")
+    command_line.add_argument("--workers", type=int, default=2, help="runs at a time (default: 2)")
+    return command_line
 
 
 @contextmanager
-def place_of(parsed: argparse.Namespace) -> Iterator[Path]:
+def place_of(arguments: argparse.Namespace) -> Iterator[Path]:
     """The folder of --work, or one that is thrown away."""
     with tempfile.TemporaryDirectory() as scratch:
-        work: Path = parsed.work or Path(scratch)
+        work: Path = arguments.work or Path(scratch)
         work.mkdir(parents=True, exist_ok=True)
         yield work
 
@@ -210,9 +228,9 @@ def _with_parents(
         line = [segment]
         while (parent := line[-1].parent) is not None and not until(parent):
             line.append(parent)
-        for each in reversed(line):
-            if every.setdefault(each.name, each) != each:
-                raise ValueError(f"two segments are called {each.name}")
+        for ancestor in reversed(line):
+            if every.setdefault(ancestor.name, ancestor) != ancestor:
+                raise ValueError(f"two segments are called {ancestor.name}")
     return every
 
 

@@ -112,11 +112,11 @@ class Arm:
 
     def flops(self, steps: float) -> float:
         """What so many steps cost."""
-        shape, begun, mean = self.shape, 0.0, 0.0
+        shape, start, mean = self.shape, 0.0, 0.0
         for change in self.changes:
-            mean += (change.share - begun) * flops_per_step(shape)
-            shape, begun = replace(shape, layers=change.layers), change.share
-        return steps * (mean + (1 - begun) * flops_per_step(shape))
+            mean += (change.share - start) * flops_per_step(shape)
+            shape, start = replace(shape, layers=change.layers), change.share
+        return steps * (mean + (1 - start) * flops_per_step(shape))
 
     def steps(self, flops: float) -> int:
         """Of a run that costs so much."""
@@ -155,15 +155,15 @@ class Run:
         return [change.entry(self.steps) for change in self.arm.changes]
 
 
-def segments(runs: Iterable[Run], most: int = 4) -> list[Segment]:
-    """One for up to `most` runs of the same beginning: the one that leaves it last, and the others as its branches."""
+def segments(runs: Iterable[Run], max_runs: int = 4) -> list[Segment]:
+    """One for up to `max_runs` runs of the same beginning: the one that leaves it last, and the others as its branches."""
     groups: dict[tuple[object, ...], list[Run]] = {}
     for run in dict.fromkeys(runs):
         groups.setdefault(run.beginning, []).append(run)
     return [
-        _segment(*sorted(group[i : i + most], key=lambda run: (run.leaves_at, run.name)))
+        _segment(*sorted(group[i : i + max_runs], key=lambda run: (run.leaves_at, run.name)))
         for group in groups.values()
-        for i in range(0, len(group), most)
+        for i in range(0, len(group), max_runs)
     ]
 
 

@@ -30,19 +30,19 @@ def recall(draw: random.Random) -> Example:
     """`recall k 4 b 7 q 2 ; b : 7`: what followed a letter before (induction)."""
     letters = draw.sample(string.ascii_lowercase, draw.randint(3, 6))
     pairs = {letter: draw.choice(string.digits) for letter in letters}
-    asked = draw.choice(letters)
-    told = " ".join(f"{letter} {digit}" for letter, digit in pairs.items())
-    return Example(f"recall {told} ; {asked} :", f" {pairs[asked]}")
+    key = draw.choice(letters)
+    listing = " ".join(f"{letter} {digit}" for letter, digit in pairs.items())
+    return Example(f"recall {listing} ; {key} :", f" {pairs[key]}")
 
 
 def depth(draw: random.Random) -> Example:
     """`depth ( ( ) ( : 2`: how many brackets are open."""
-    opened, brackets = 0, []
+    open_brackets, brackets = 0, []
     for _ in range(draw.randint(4, 10)):
-        opens = opened == 0 or (opened < 9 and draw.random() < 0.55)
-        opened += 1 if opens else -1
+        opens = open_brackets == 0 or (open_brackets < 9 and draw.random() < 0.55)
+        open_brackets += 1 if opens else -1
         brackets.append("(" if opens else ")")
-    return Example(f"depth {' '.join(brackets)} :", f" {opened}")
+    return Example(f"depth {' '.join(brackets)} :", f" {open_brackets}")
 
 
 def assignment(hops: int) -> Callable[[random.Random], Example]:
@@ -54,14 +54,14 @@ def assignment(hops: int) -> Callable[[random.Random], Example]:
         chains = []
         for chain, value in zip((names[: hops + 1], names[hops + 1 :]), values, strict=True):
             chains.append(
-                [f"{name} {said}" for name, said in zip(chain, [value, *chain], strict=False)]
+                [f"{name} {operand}" for name, operand in zip(chain, [value, *chain], strict=False)]
             )
         lines: list[str] = []
         while any(chains):
             lines.append(draw.choice([chain for chain in chains if chain]).pop(0))
-        asked = draw.randrange(2)
-        last = names[hops] if asked == 0 else names[-1]
-        return Example(f"let {' ; '.join(lines)} ; {last} :", f" {values[asked]}")
+        index = draw.randrange(2)
+        last = names[hops] if index == 0 else names[-1]
+        return Example(f"let {' ; '.join(lines)} ; {last} :", f" {values[index]}")
 
     return example
 

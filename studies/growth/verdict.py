@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from columns import FIRST, GROWN, SCRATCH, Column
-from curves import Interval, Point, fitted, interval, needed
+from curves import Interval, Point, fit_curve, interval, needed_compute
 from report import Case, case
 from segments import Result
 from study import Arm, Run
@@ -31,21 +31,24 @@ class Outcome:
     def ratios(self, way: str, reference: str = SCRATCH) -> list[float]:
         """FLOPs to the loss of the reference, as a share of its own, of each seed."""
         pairs = zip(self.points(way), self.points(reference), strict=True)
-        return [needed(points, others) for points, others in pairs]
+        return [needed_compute(points, other_points) for points, other_points in pairs]
 
     def chance(self) -> Interval | None:
         """Each seed's final size against the next one's: how much another seed alone seems to save."""
         reference = self.points(SCRATCH)
         if len(reference) < 2:
             return None
-        shifted = [*reference[1:], reference[0]]
+        next_points = [*reference[1:], reference[0]]
         return interval(
-            [needed(points, other) for points, other in zip(reference, shifted, strict=True)]
+            [
+                needed_compute(points, other)
+                for points, other in zip(reference, next_points, strict=True)
+            ]
         )
 
     def estimate(self, results: Sequence[Result]) -> float:
         """The ratio of a trial, by one budget and the slope of the final size."""
-        slope = statistics.fmean(fitted(points).slope for points in self.points(SCRATCH))
+        slope = statistics.fmean(fit_curve(points).slope for points in self.points(SCRATCH))
         best = min(self.trials[SCRATCH].values(), key=mean_loss)
         share = results[0].flops / best[0].flops
         return share * math.exp((mean_loss(best) - mean_loss(results)) / slope)
@@ -62,26 +65,26 @@ def cases(outcome: Outcome) -> list[Case]:
     targets = [
         max(points, key=lambda point: point.flops).loss for points in outcome.points(SCRATCH)
     ]
-    grown = interval(outcome.ratios(GROWN))
-    told = [
+    grown_interval = interval(outcome.ratios(GROWN))
+    case_list = [
         case(f"{name}: target", targets, "nats"),
-        case(f"{name}: grown, compute", [grown.mean], "ratio", most=column.goal),
-        case(f"{name}: grown, at least", [grown.low], "ratio"),
-        case(f"{name}: grown, at most", [grown.high], "ratio"),
+        case(f"{name}: grown, compute", [grown_interval.mean], "ratio", most=column.goal),
+        case(f"{name}: grown, at least", [grown_interval.low], "ratio"),
+        case(f"{name}: grown, at most", [grown_interval.high], "ratio"),
     ]
     for way, what in ((SCRATCH, "re-tuned final size"), (GROWN, "grown")):
         against = interval(outcome.ratios(way, FIRST))
-        told += [
+        case_list += [
             case(f"{name}: {what} against the first edition's, compute", [against.mean], "ratio"),
             case(f"{name}: {what} against the first edition's, at least", [against.low], "ratio"),
             case(f"{name}: {what} against the first edition's, at most", [against.high], "ratio"),
         ]
     if chance := outcome.chance():
-        told += [
+        case_list += [
             case(f"{name}: final size with other seeds, at least", [chance.low], "ratio"),
             case(f"{name}: final size with other seeds, at most", [chance.high], "ratio"),
         ]
-    return told
+    return case_list
 
 
 def table(outcome: Outcome) -> str:

@@ -63,7 +63,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-def loaded(config: Any) -> Any:
+def load(config: Any) -> Any:
     path, texts = as_arguments(config)
     assert path is None
     return load_config(None, texts).config
@@ -71,13 +71,13 @@ def loaded(config: Any) -> Any:
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_every_kind_is_what_plain_data_are(kind: str) -> None:
-    assert loaded(PLAIN | OTHERS[kind]) == loaded(PLAIN)
+    assert load(PLAIN | OTHERS[kind]) == load(PLAIN)
 
 
-@pytest.mark.parametrize("whole", [Namespace, SimpleNamespace, MappingProxyType, dict])
-def test_the_whole_may_be_an_object(whole: Any) -> None:
-    config = whole(PLAIN) if whole in (MappingProxyType, dict) else whole(**PLAIN)
-    assert loaded(config) == loaded(PLAIN)
+@pytest.mark.parametrize("make", [Namespace, SimpleNamespace, MappingProxyType, dict])
+def test_the_whole_may_be_an_object(make: Any) -> None:
+    config = make(PLAIN) if make in (MappingProxyType, dict) else make(**PLAIN)
+    assert load(config) == load(PLAIN)
 
 
 def test_a_config_of_instar_is_taken_as_it_is(tmp_path: Path) -> None:
@@ -85,9 +85,9 @@ def test_a_config_of_instar_is_taken_as_it_is(tmp_path: Path) -> None:
     file.write_text(
         "model: {n_layer: 2, n_head: 2}\noptimizer: {lr: 0.003}\nschedule: [{name: stack, value: 2, when: {at_step: 3}}]\n"
     )
-    whole = load_config(str(file))
-    assert loaded(whole) == loaded(whole.config) == whole.config
-    assert whole.config.schedule[0].name == "stack"
+    loaded_config = load_config(str(file))
+    assert load(loaded_config) == load(loaded_config.config) == loaded_config.config
+    assert loaded_config.config.schedule[0].name == "stack"
 
 
 def test_overrides_may_be_values_by_key() -> None:
@@ -99,7 +99,7 @@ def test_overrides_may_be_values_by_key() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
         (torch.ones(1), "optimizer.lr is a Tensor"),
         ({1, 2}, "optimizer.lr is a set"),
@@ -107,8 +107,8 @@ def test_overrides_may_be_values_by_key() -> None:
         (object(), "optimizer.lr is a object"),
     ],
 )
-def test_what_yaml_cannot_hold_is_refused_by_its_key(value: object, said: str) -> None:
-    with pytest.raises(ConfigError, match=f"not made of plain data: {said}"):
+def test_what_yaml_cannot_hold_is_refused_by_its_key(value: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"not made of plain data: {message}"):
         as_arguments({"optimizer": {"lr": value}})
 
 

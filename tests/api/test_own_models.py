@@ -70,7 +70,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def trained(forks: Forks, place: Path, ema: str = "null") -> Path:
+def train_run(forks: Forks, place: Path, ema: str = "null") -> Path:
     config = "task: nets:Points\nmodel: {width: 5}\ndata: {val: 0.25}\nrecord: {run_dir: run, report: false}\n"
     config += (
         f"train: {{until: 4it, batch_size: 8, ema: {ema}}}\nlearning_rate: {{warmup_iters: 1}}\n"
@@ -82,7 +82,7 @@ def trained(forks: Forks, place: Path, ema: str = "null") -> Path:
 
 @pytest.mark.parametrize("ema", ["null", "0.5"])
 def test_a_model_has_the_values_of_the_file(forks: Forks, place: Path, ema: str) -> None:
-    run = trained(forks, place, ema)
+    run = train_run(forks, place, ema)
     model = instar.load_model(run, "cpu")
     (folder,) = run.glob("checkpoints/step-*4")
     weights = load_file(folder / ("model.safetensors" if ema == "null" else "ema.safetensors"))
@@ -99,7 +99,7 @@ def test_a_model_has_the_values_of_the_file(forks: Forks, place: Path, ema: str)
 
 
 def test_another_class_may_build_it_and_a_wrong_one_is_refused(forks: Forks, place: Path) -> None:
-    run = trained(forks, place)
+    run = train_run(forks, place)
     (place / "moved.py").write_text(NETS)
     (place / "wrong.py").write_text(NETS.replace("nn.Linear(width, 1)", "nn.Linear(width, 2)"))
     (place / "nets.py").unlink()
@@ -117,7 +117,7 @@ def test_another_class_may_build_it_and_a_wrong_one_is_refused(forks: Forks, pla
 
 
 def test_values_of_another_file_are_refused(forks: Forks, place: Path) -> None:
-    run = trained(forks, place)
+    run = train_run(forks, place)
     (folder,) = run.glob("checkpoints/step-*4")
     tensors = load_file(folder / "model.safetensors")
     tensors["0.weight"][0, 0] = torch.nan
@@ -129,7 +129,7 @@ def test_values_of_another_file_are_refused(forks: Forks, place: Path) -> None:
 def test_code_of_another_user_is_not_run(
     forks: Forks, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = trained(forks, place)
+    run = train_run(forks, place)
     monkeypatch.setattr(
         trust, "foreign_owner", lambda path: "user mallory" * (path.name == "nets.py")
     )
@@ -156,9 +156,9 @@ def test_a_script_launches_what_it_defines_from_any_folder(tmp_path: Path, forks
     for folder in (scripts, place):
         folder.mkdir()
     (scripts / "program.py").write_text(SCRIPT)
-    shown = []
+    outputs = []
     for words in ([], ["resume"]):
-        done = subprocess.run(
+        process = subprocess.run(
             [forks.python, scripts / "program.py", *words],
             cwd=place,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -166,22 +166,22 @@ def test_a_script_launches_what_it_defines_from_any_folder(tmp_path: Path, forks
             text=True,
             check=False,
         )
-        assert done.returncode == 0, done.stderr
-        shown.append(done.stdout.split())
-    (first, value, step), (second, later, last) = shown
+        assert process.returncode == 0, process.stderr
+        outputs.append(process.stdout.split())
+    (first, value, step), (second, later, last) = outputs
     assert Path(second).name == Path(first).name
     assert (step, last) == ("4", "6")
     assert value != later
-    done = subprocess.run(
+    process = subprocess.run(
         [forks.command, "resume", first, "--set", "train.until=8it"],
         cwd=place,
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 2
-    assert "Points was defined in a notebook or a script" in done.stderr
+    assert process.returncode == 2
+    assert "Points was defined in a notebook or a script" in process.stderr
     shutil.copy(scripts / "program.py", place / "program.py")
-    done = subprocess.run(
+    process = subprocess.run(
         [
             forks.command,
             "resume",
@@ -195,8 +195,8 @@ def test_a_script_launches_what_it_defines_from_any_folder(tmp_path: Path, forks
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
-    assert "the source of the task has changed" in done.stderr
+    assert process.returncode == 0, process.stderr
+    assert "the source of the task has changed" in process.stderr
 
 
 def test_a_module_beside_the_script_is_found_by_its_ranks(tmp_path: Path, forks: Forks) -> None:
@@ -209,7 +209,7 @@ def test_a_module_beside_the_script_is_found_by_its_ranks(tmp_path: Path, forks:
         + "import instar\nprint(instar.launch(config, world_size=2))"
     )
     (scripts / "program.py").write_text(start)
-    done = subprocess.run(
+    process = subprocess.run(
         [forks.python, scripts / "program.py"],
         cwd=place,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -217,4 +217,4 @@ def test_a_module_beside_the_script_is_found_by_its_ranks(tmp_path: Path, forks:
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr

@@ -25,7 +25,7 @@ def history(guards: Any) -> Any:
 
 
 def test_a_figure_within_its_bound_is_not_mentioned(guards: Any) -> None:
-    assert guards.worse([guards.guarded(MEETINGS, [1])], []) is None
+    assert guards.worse([guards.guarded_case(MEETINGS, [1])], []) is None
 
 
 def test_a_worse_figure_is_told_with_its_bound_and_its_history(guards: Any, history: Any) -> None:
@@ -35,7 +35,7 @@ def test_a_worse_figure_is_told_with_its_bound_and_its_history(guards: Any, hist
         history.Entry("2026-01-01T00:00:00+00:00", "aaaaaaa", machine, 0.5, cases),
         history.Entry("2026-01-02T00:00:00+00:00", "bbbbbbb", machine, 0.5, {}),
     ]
-    better, worse = guards.guarded(MEETINGS, [1]), guards.guarded(MEETINGS, [3])
+    better, worse = guards.guarded_case(MEETINGS, [1]), guards.guarded_case(MEETINGS, [3])
     assert guards.worse([better, worse], entries).splitlines() == [
         f"worse: {MEETINGS}: 3, the bound is ≤ 1",
         "  2026-01-01  aaaaaaa  1",
@@ -47,9 +47,9 @@ def test_a_worse_figure_is_told_with_its_bound_and_its_history(guards: Any, hist
 def test_a_second_all_reduce_of_a_step_is_counted(guards: Any, tmp_path: Path) -> None:
     """Gradients of one step travel apart if a bucket holds less than they take."""
     overrides = [*guards.TINY, f"data.path={tmp_path / 'tokens'}", "data.max_bytes=200000"]
-    whole, split = (
+    single, split = (
         {case.case: case for case in guards.two_ranks([*overrides, *more], tmp_path / name)}
         for name, more in {"whole": [], "split": ["parallel.ddp.bucket_cap_mb=0.01"]}.items()
     )
-    assert whole[MEETINGS].ok
-    assert split[MEETINGS].figure > whole[MEETINGS].figure
+    assert single[MEETINGS].ok
+    assert split[MEETINGS].figure > single[MEETINGS].figure

@@ -19,8 +19,8 @@ TOKENS, CONTEXT, BATCH = 5_000, 16, 4
 
 @pytest.fixture(scope="module")
 def loaders(module: Any) -> ModuleType:
-    found: ModuleType = module("loaders")
-    return found
+    loaders_module: ModuleType = module("loaders")
+    return loaders_module
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def data(loaders: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def asked(loaders: ModuleType, data: Path, name: str) -> Any:
+def request_of(loaders: ModuleType, data: Path, name: str) -> Any:
     return loaders.Asked(name, str(data), BATCH, CONTEXT, turns=1, seconds=0.01, copy_bytes=0)
 
 
@@ -51,7 +51,7 @@ def asked(loaders: ModuleType, data: Path, name: str) -> Any:
 def test_every_loader_gives_windows_of_the_same_data(
     loaders: ModuleType, data: Path, name: str
 ) -> None:
-    work = asked(loaders, data, name)
+    work = request_of(loaders, data, name)
     loaders.check(work)
     assert loaders.loading(work) > 0
 
@@ -74,11 +74,11 @@ def test_a_loader_that_does_less_is_refused(
     dishonest = {"cheat": lambda work: map(cheat, honest(work))}
     monkeypatch.setattr(loaders, "LOADERS", dishonest)
     with pytest.raises(SystemExit, match="no batch of windows"):
-        loaders.check(asked(loaders, data, "cheat"))
+        loaders.check(request_of(loaders, data, "cheat"))
 
 
 def test_rows_and_windows_agree(loaders: ModuleType, data: Path) -> None:
-    work = asked(loaders, data, "")
+    work = request_of(loaders, data, "")
     rows = loaders.hf_rows(work)
     windows = loaders.Windows(work)
     assert len(rows) == len(windows) == (TOKENS - 1) // CONTEXT
@@ -108,9 +108,9 @@ def test_memory_is_told_by_kind(module: Any) -> None:
     sparse = module("sparse")
     before = sparse.resident()
     # not by malloc, which may have freed pages at hand
-    held = mmap.mmap(-1, 50_000_000, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    while held.tell() < 50_000_000:
-        held.write(b"1" * 100_000)
-    grown = {kind: mb - before[kind] for kind, mb in sparse.resident().items()}
-    assert grown["anonymous"] == pytest.approx(50, rel=0.1)
-    assert grown["file"] < 5
+    mapping = mmap.mmap(-1, 50_000_000, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    while mapping.tell() < 50_000_000:
+        mapping.write(b"1" * 100_000)
+    growth = {kind: mb - before[kind] for kind, mb in sparse.resident().items()}
+    assert growth["anonymous"] == pytest.approx(50, rel=0.1)
+    assert growth["file"] < 5

@@ -20,22 +20,22 @@ def result_of(name: str, folder: Path, python: Path) -> dict[str, Any]:
     """What `<name>.py --quick` writes."""
     study = STUDIES / f"{name}.py"
     script = study if study.exists() else BENCHMARKS / f"{name}.py"
-    done = subprocess.run(
+    process = subprocess.run(
         [python, script, "--quick", "--results", folder],
         capture_output=True,
         text=True,
         check=False,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHON": str(python)},
     )
-    assert done.returncode == 0, done.stderr
-    written: dict[str, Any] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
-    for case in written["cases"]:
-        assert case["case"] in done.stdout
-    return written
+    assert process.returncode == 0, process.stderr
+    result: dict[str, Any] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+    for case in result["cases"]:
+        assert case["case"] in process.stdout
+    return result
 
 
 @parametrize_first(
-    ("name", "barred"),
+    ("name", "case_with_bar"),
     [
         ("communication", "closed form / simulation, worst case"),
         ("deltas", "tiny, all cores train: training stands still"),
@@ -63,7 +63,7 @@ def result_of(name: str, folder: Path, python: Path) -> dict[str, Any]:
 )
 @pytest.mark.timeout(600)  # the operations compile several shapes
 def test_a_smoke_run_leaves_whole_results(
-    name: str, barred: str, tmp_path: Path, forks: Forks
+    name: str, case_with_bar: str, tmp_path: Path, forks: Forks
 ) -> None:
     result = result_of(name, tmp_path, forks.python)
     assert result.keys() == {"name", "date", "seconds", "machine", "versions", "cases"}
@@ -80,7 +80,7 @@ def test_a_smoke_run_leaves_whole_results(
         assert case["spread"] >= 0
         assert (case["bar"] is None) == (case["ok"] is None)
     cases = {case["case"]: case for case in result["cases"]}
-    assert cases[barred]["ok"] in (True, False)
+    assert cases[case_with_bar]["ok"] in (True, False)
     if name == "finetune":  # a quick run has as many steps as a whole one
         assert all(case["ok"] for case in result["cases"] if case["unit"] == "nats")
 
@@ -99,9 +99,9 @@ def test_a_missing_contender_is_named(tmp_path: Path, forks: Forks) -> None:
         "sys.argv = ['throughput.py']\n"
         "runpy.run_path(sys.path[0] + '/throughput.py', run_name='__main__')\n"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [forks.python, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path
     )
-    assert done.returncode == 1
-    assert "lightning" in done.stderr
-    assert ".[bench]" in done.stderr
+    assert process.returncode == 1
+    assert "lightning" in process.stderr
+    assert ".[bench]" in process.stderr

@@ -23,7 +23,7 @@ def runner() -> ModuleType:
         return importlib.import_module("run")
 
 
-def ran(*words: str | Path) -> subprocess.CompletedProcess[str]:
+def run_benchmarks(*words: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, BENCHMARKS / "run.py", *words]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
@@ -34,37 +34,38 @@ def test_every_benchmark_has_its_place(runner: ModuleType) -> None:
     }
     scripts |= {"sharded_saves"}  # which imports it under another name
     scripts -= {"report"}
-    names = [*(each.name for each in runner.SUITE), *runner.BY_NAME, *runner.ELSEWHERE]
+    names = [*(benchmark.name for benchmark in runner.SUITE), *runner.BY_NAME, *runner.ELSEWHERE]
     assert sorted(names) == sorted(scripts)
 
 
 def test_the_suite_fits_into_half_an_hour(runner: ModuleType) -> None:
-    assert sum(each.budget_s for each in runner.SUITE) <= 30 * 60
+    assert sum(benchmark.budget_s for benchmark in runner.SUITE) <= 30 * 60
 
 
 def test_the_list_of_benchmarks_names_all_scripts(runner: ModuleType) -> None:
-    names = [*(each.name for each in runner.SUITE), *runner.BY_NAME, *runner.ELSEWHERE]
-    listed = (BENCHMARKS / "README.md").read_text("utf-8")
-    assert [name for name in names if f"| `{name}.py` |" not in listed] == []
+    names = [*(benchmark.name for benchmark in runner.SUITE), *runner.BY_NAME, *runner.ELSEWHERE]
+    page = (BENCHMARKS / "README.md").read_text("utf-8")
+    assert [name for name in names if f"| `{name}.py` |" not in page] == []
 
 
 def test_what_would_not_end_in_time_is_left_out(runner: ModuleType) -> None:
-    done = [runner.Outcome(runner.Benchmark("order", 10), 20.0, "")]  # on a machine half as fast
-    assert runner.fits(runner.Benchmark("next", 40), done, 100)
-    assert not runner.fits(runner.Benchmark("next", 41), done, 100)
+    # on a machine half as fast
+    outcomes = [runner.Outcome(runner.Benchmark("order", 10), 20.0, "")]
+    assert runner.fits(runner.Benchmark("next", 40), outcomes, 100)
+    assert not runner.fits(runner.Benchmark("next", 41), outcomes, 100)
     quick = [runner.Outcome(runner.Benchmark("order", 10), 5.0, "")]
     assert runner.fits(runner.Benchmark("next", 95), quick, 100)
     assert not runner.fits(runner.Benchmark("next", 101), [], 100)
 
 
 def test_a_suite_without_time_names_what_it_leaves_out(tmp_path: Path) -> None:
-    done = ran("--within", "0.1", "--results", tmp_path)
-    assert done.returncode == 0, done.stderr
+    process = run_benchmarks("--within", "0.1", "--results", tmp_path)
+    assert process.returncode == 0, process.stderr
     assert (tmp_path / "communication.json").exists()
-    said = done.stdout.splitlines()[-1]
-    assert said.startswith("left out, for they would not end within 0.1 minutes")
-    assert "run.py" in said
-    assert said.endswith("time_to_loss scaling slow_link loading")
+    last_line = process.stdout.splitlines()[-1]
+    assert last_line.startswith("left out, for they would not end within 0.1 minutes")
+    assert "run.py" in last_line
+    assert last_line.endswith("time_to_loss scaling slow_link loading")
 
 
 @pytest.mark.parametrize(
@@ -72,24 +73,24 @@ def test_a_suite_without_time_names_what_it_leaves_out(tmp_path: Path) -> None:
 )
 def test_the_options_of_the_suite_exist(runner: ModuleType, forks: Forks, name: str) -> None:
     """In processes that have imported everything, which else is all that they would do."""
-    (benchmark,) = runner.asked([name])
-    done = subprocess.run(
+    (benchmark,) = runner.select_benchmarks([name])
+    process = subprocess.run(
         [forks.python, BENCHMARKS / f"{name}.py", *benchmark.options, "--help"],
         capture_output=True,
         text=True,
         check=False,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
 
 
 @pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="the benchmark of GPUs would run")
 def test_a_benchmark_that_fails_is_named_and_the_others_run(tmp_path: Path) -> None:
-    done = ran("gpu", "communication", "--results", tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == "failed: gpu (exit code 1)"
+    process = run_benchmarks("gpu", "communication", "--results", tmp_path)
+    assert process.returncode == 1
+    assert process.stderr.splitlines()[-1] == "failed: gpu (exit code 1)"
     assert json.loads((tmp_path / "communication.json").read_text())["seconds"] > 0
-    lines = {line.split()[0]: line.split() for line in done.stdout.splitlines() if line}
+    lines = {line.split()[0]: line.split() for line in process.stdout.splitlines() if line}
     assert lines["gpu"][2:] == ["failed:", "exit", "code", "1"]
     assert lines["communication"][2:] == ["5", "1", "of", "1"]
 
@@ -107,4 +108,4 @@ def test_one_that_takes_too_long_is_ended(
 
 def test_an_unknown_benchmark_is_refused(runner: ModuleType) -> None:
     with pytest.raises(SystemExit, match="no such benchmark: nope; there are communication"):
-        runner.asked(["order", "nope"])
+        runner.select_benchmarks(["order", "nope"])

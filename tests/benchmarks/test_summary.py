@@ -49,8 +49,8 @@ def result(
 
 
 def test_the_page_in_the_repository_is_that_of_the_results(summary: ModuleType) -> None:
-    written = summary.PAGE.read_text("utf-8")
-    assert written == summary.page(summary.RESULTS), "run: python benchmarks/summary.py"
+    page = summary.PAGE.read_text("utf-8")
+    assert page == summary.page(summary.RESULTS), "run: python benchmarks/summary.py"
 
 
 def test_misses_come_first(summary: ModuleType, tmp_path: Path) -> None:
@@ -61,8 +61,8 @@ def test_misses_come_first(summary: ModuleType, tmp_path: Path) -> None:
     lines = summary.page(tmp_path).splitlines()
     assert "Of all bars, 2 of 3 are met." in lines
     row = "a\\|b | 1 ± 0.1 ms | ≤ 4 | aaaaaaa | 2026-01-01 | CPU 9, 2 cores, bf16 units | 0.5 |"
-    missed, met = lines.index(f"| scaling | {row}"), lines.index(f"| order | {row}")
-    assert lines.index("## Not met") < missed < lines.index("## Met: Data") < met
+    miss_line, hit_line = lines.index(f"| scaling | {row}"), lines.index(f"| order | {row}")
+    assert lines.index("## Not met") < miss_line < lines.index("## Met: Data") < hit_line
     assert lines[-1] == "| cuts |  |  | 1 of 1 | aaaaaaa | 2026-01-01 |"
 
 
@@ -74,19 +74,19 @@ def test_results_without_a_date_take_that_of_their_history(
     old = result(1.0)
     del old["date"]
     (tmp_path / "speed.json").write_text(json.dumps(old))
-    (found,) = summary.barred(tmp_path)
-    assert found.date == "2026-01-01"
+    (case,) = summary.cases_with_bars(tmp_path)
+    assert case.date == "2026-01-01"
 
 
 def test_the_last_figures_of_a_commit_are_kept(
     report: ModuleType, history: ModuleType, tmp_path: Path
 ) -> None:
-    for each in (result(1), result(2), result(3, commit="b" * 40), result(4, bf16_units=False)):
-        report.remember(each, tmp_path)
+    for content in (result(1), result(2), result(3, commit="b" * 40), result(4, bf16_units=False)):
+        report.remember(content, tmp_path)
     entries = history.read(tmp_path, "speed")
     assert [entry.cases["a|b"].figure for entry in entries] == [2, 3, 4]
-    assert history.alike(entries) == entries[-1:]
-    assert history.alike(entries[:2]) == entries[:2]
+    assert history.comparable_entries(entries) == entries[-1:]
+    assert history.comparable_entries(entries[:2]) == entries[:2]
 
 
 @pytest.mark.parametrize(
@@ -110,10 +110,10 @@ def test_a_change_beyond_the_spreads_is_pointed_out(
     for figure, commit in ((1.0, "a"), (after, "b")):
         report.remember(result(figure, commit=commit * 40, bar=bar, ok=None), tmp_path)
     entries = history.read(tmp_path, "speed")
-    found = history.change(entries, "a|b")
-    assert (found and str(found)) == verdict
-    assert bool(history.described("speed", entries, all_cases=False)) == (verdict is not None)
-    (line,) = history.described("speed", entries, all_cases=True)[4:]
+    change = history.change(entries, "a|b")
+    assert (change and str(change)) == verdict
+    assert bool(history.describe("speed", entries, all_cases=False)) == (verdict is not None)
+    (line,) = history.describe("speed", entries, all_cases=True)[4:]
     assert line.startswith("a|b   1 ± 0.1")
 
 

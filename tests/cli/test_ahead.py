@@ -60,14 +60,14 @@ RUNS: dict[str, tuple[str, ...]] = {
 def train(typed: Typed, place: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunDir]:
     monkeypatch.chdir(place)
 
-    def trained(*keys: str) -> RunDir:
+    def train_run(*keys: str) -> RunDir:
         sets = [
             word for key in (*EVERY_STEP, *keys, "record.run_dir=run") for word in ("--set", key)
         ]
         typed("train", "tiny.yaml", *sets)
         return RunDir(place / "run")
 
-    return trained
+    return train_run
 
 
 def prepared_at(run: RunDir, step: int, *overrides: str) -> Prepared:
@@ -101,33 +101,38 @@ def test_the_rest_has_the_shapes_the_memory_and_the_totals_of_the_start(
 ) -> None:
     keys = RUNS[name]
     run = train(*keys)
-    whole = preflight(load_run_config("tiny.yaml", (*EVERY_STEP, *keys)), 1).forecast
+    full_forecast = preflight(load_run_config("tiny.yaml", (*EVERY_STEP, *keys)), 1).forecast
     steps = sorted(int(path.name[5:]) for path in run.checkpoints.glob("step-*"))
     assert len(steps) >= 9
-    left = set()
+    stage_counts = set()
     for step in steps[:-1]:
-        rest = prepared_at(run, step).forecast
-        begun = whole.stages[len(whole.stages) - len(rest.stages) :]
-        told = [(stage.first_step, stage.latest_step) for stage in rest.stages[1:]]
-        assert told == [(stage.first_step, stage.latest_step) for stage in begun[1:]], step
-        assert [facts(stage) for stage in rest.stages] == [facts(stage) for stage in begun], step
+        remainder = prepared_at(run, step).forecast
+        expected_stages = full_forecast.stages[len(full_forecast.stages) - len(remainder.stages) :]
+        stage_steps = [(stage.first_step, stage.latest_step) for stage in remainder.stages[1:]]
+        assert stage_steps == [
+            (stage.first_step, stage.latest_step) for stage in expected_stages[1:]
+        ], step
+        assert [facts(stage) for stage in remainder.stages] == [
+            facts(stage) for stage in expected_stages
+        ], step
         # the first has done with its growth, which is not to be paid again
-        assert [s.memory for s in rest.stages[1:]] == [s.memory for s in begun[1:]]
-        assert totals(rest) == totals(whole), step
-        assert flops(rest) == pytest.approx(flops(whole), rel=0.02), step
-        left.add(len(rest.stages))
-    assert len(left) >= 3, "operations were carried out on the way"
+        assert [s.memory for s in remainder.stages[1:]] == [s.memory for s in expected_stages[1:]]
+        assert totals(remainder) == totals(full_forecast), step
+        assert flops(remainder) == pytest.approx(flops(full_forecast), rel=0.02), step
+        stage_counts.add(len(remainder.stages))
+    assert len(stage_counts) >= 3, "operations were carried out on the way"
 
 
 def test_a_dry_run_of_a_resume_is_about_the_rest(
     train: Callable[..., RunDir], typed: Typed
 ) -> None:
-    rest = prepared_at(train(*RUNS["grows"]), 5).forecast
-    said = typed("train", "--resume", "run", "--from", "5", "--dry-run", "--json")
-    (line,) = (line for line in said.splitlines() if line.startswith("{"))
-    stages = json.loads(line)["stages"]
-    told = [(stage["first_step"], stage["parameters"]["total"]) for stage in stages]
-    assert told == [(stage.first_step, stage.parameters.total) for stage in rest.stages]
+    remainder = prepared_at(train(*RUNS["grows"]), 5).forecast
+    output = typed("train", "--resume", "run", "--from", "5", "--dry-run", "--json")
+    (line,) = (line for line in output.splitlines() if line.startswith("{"))
+    stages = [
+        (stage["first_step"], stage["parameters"]["total"]) for stage in json.loads(line)["stages"]
+    ]
+    assert stages == [(stage.first_step, stage.parameters.total) for stage in remainder.stages]
     text = typed("train", "--resume", "run", "--from", "5", "--dry-run")
     assert re.search(r"^stage 1 +as the run is now\nbegins +at step 5\nshape +4 layers", text, re.M)
 
@@ -142,10 +147,10 @@ def test_the_end_of_the_decay_is_that_of_the_rest(train: Callable[..., RunDir]) 
     end = prepared_run.forecast.steps
     assert prepared_run.config.learning_rate.lr_decay_iters == end
     assert prepared_run.derived_values["learning_rate.lr_decay_iters"] == end
-    whole = preflight(load_run_config("tiny.yaml", (*until[1:], "train.until=[2ep]")), 1)
-    assert whole.forecast.steps is not None
+    full_run = preflight(load_run_config("tiny.yaml", (*until[1:], "train.until=[2ep]")), 1)
+    assert full_run.forecast.steps is not None
     assert end is not None
-    assert end > 2 * whole.forecast.steps
+    assert end > 2 * full_run.forecast.steps
 
 
 def test_what_was_cancelled_is_not_ahead_and_what_was_asked_for_is(
@@ -156,11 +161,11 @@ def test_what_was_cancelled_is_not_ahead_and_what_was_asked_for_is(
         f"schedule={json.dumps([entry('set_lr', 1e-4, {'at_step': 80})])}", "train.until=[3it]"
     )
     state = run.checkpoints / "step-3" / "state.json"
-    saved = json.loads(state.read_text())
-    asked = entry("insert_layers", 1, {"at_step": 70}, on_failure="skip")
-    saved["cancelled"] = [{"number": 1, "id": "a", "by": "me"}]
-    saved["posted"] = [{"id": "b", "by": "me", "step": 2, "content": asked}]
-    state.write_text(json.dumps(saved))
+    state_values = json.loads(state.read_text())
+    insertion = entry("insert_layers", 1, {"at_step": 70}, on_failure="skip")
+    state_values["cancelled"] = [{"number": 1, "id": "a", "by": "me"}]
+    state_values["posted"] = [{"id": "b", "by": "me", "step": 2, "content": insertion}]
+    state.write_text(json.dumps(state_values))
     schedule = f"schedule={json.dumps([entry('set_lr', 1e-4, {'at_step': 80}), too_large])}"
     loaded_config = load_run_config(str(run.config), (), resuming=True)
     checkpoint, _ = choose_checkpoint(Resume(run), check=False)
@@ -180,9 +185,9 @@ def test_a_grown_model_that_does_not_fit_here_is_refused_before_ranks_start(
     train: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = train(*RUNS["grows"])
-    grown = prepared_at(run, 8).forecast.stages[0].memory["ddp"].kept_bytes
+    grown_bytes = prepared_at(run, 8).forecast.stages[0].memory["ddp"].kept_bytes
     first = prepared_at(run, 1).forecast.stages[0].memory["ddp"].kept_bytes
-    assert grown > 1.5 * first
+    assert grown_bytes > 1.5 * first
     loaded_config = load_run_config(str(run.config), ("device=cpu",), resuming=True)
     monkeypatch.setattr("instar.run.start.preflight.host_bytes", lambda: 1.1 * first)
     with pytest.raises(ConfigError, match=r"needs .*, and the machine has"):

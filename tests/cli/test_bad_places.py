@@ -25,9 +25,9 @@ DEEP = "/".join(["xx"] * 1700)
 ODD = os.fsdecode(b"odd-\xff\xfe")
 
 
-def said(done: subprocess.CompletedProcess[str]) -> str:
-    assert "Traceback" not in done.stderr, done.stderr
-    return done.stderr
+def error_output(process: subprocess.CompletedProcess[str]) -> str:
+    assert "Traceback" not in process.stderr, process.stderr
+    return process.stderr
 
 
 @pytest.mark.parametrize("path", [LONG, DEEP], ids=["long", "deep"])
@@ -43,22 +43,25 @@ def said(done: subprocess.CompletedProcess[str]) -> str:
     ],
 )
 def test_a_path_that_no_system_has_is_refused(instar: Instar, words: str, path: str) -> None:
-    assert "name too long" in said(instar(*words.format(path).split(), code=2))
+    assert "name too long" in error_output(instar(*words.format(path).split(), code=2))
 
 
 @pytest.mark.parametrize("key", ["data.path", "record.out_dir", "record.run_dir", "schedule"])
 def test_a_nul_in_a_value_is_refused(instar: Instar, key: str) -> None:
-    assert "nul" in said(instar("train", "tiny.yaml", "--set", f'{key}="a\\0b"', code=2)).lower()
+    assert (
+        "nul"
+        in error_output(instar("train", "tiny.yaml", "--set", f'{key}="a\\0b"', code=2)).lower()
+    )
 
 
 @pytest.mark.parametrize("folder", ["/proc/x", "/dev/null/x"])
 def test_a_place_where_nothing_can_be_made_is_named(instar: Instar, folder: str) -> None:
-    assert folder.rpartition("/")[0] in said(
+    assert folder.rpartition("/")[0] in error_output(
         instar("train", "tiny.yaml", "--set", f"record.run_dir={folder}", code=2)
     )
 
 
-def limited(
+def run_limited(
     place: Path, words: list[str], limit: Callable[[], None]
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -87,9 +90,11 @@ def test_a_full_disk_and_few_open_files_end_in_a_sentence(
     instar: Instar, place: Path, limit: Callable[[], None]
 ) -> None:
     instar("data", "prepare", "tiny.yaml")
-    done = limited(place, ["train", "tiny.yaml", "--set", "record.run_dir=run"], limit)
-    assert done.returncode in (2, 3, 4)
-    assert "File too large" in said(done) or "Too many open files" in said(done)
+    process = run_limited(place, ["train", "tiny.yaml", "--set", "record.run_dir=run"], limit)
+    assert process.returncode in (2, 3, 4)
+    assert "File too large" in error_output(process) or "Too many open files" in error_output(
+        process
+    )
 
 
 def test_what_the_system_refuses_is_told_with_path_and_hint() -> None:
@@ -138,15 +143,15 @@ def test_a_name_that_is_not_utf8_hides_no_run(
     assert (odd / "runs" / ODD).is_dir()
     monkeypatch.setenv("PYTHONIOENCODING", "utf-8:strict")
     monkeypatch.setenv("PYTHONUTF8", "1")
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "instar.cli.main", *words.split()],
         cwd=odd,
         capture_output=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     if "--json" in words:
-        names = [row["path"] for row in json.loads(done.stdout)]
+        names = [row["path"] for row in json.loads(process.stdout)]
         assert any("even" in name for name in names)
         assert any("odd" in name for name in names)
 

@@ -32,7 +32,7 @@ _LAST = re.compile(r"\d+ errors?\. Nothing was started\.")
 
 
 @pytest.fixture(scope="module")
-def validated(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Outcome]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Outcome]:
     """What `instar config validate` says of every broken config, by its name here."""
     commands = []
     for broken in CONFIGS.values():
@@ -40,8 +40,8 @@ def validated(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Outcome]
         for name, text in GOOD.items():
             (folder / name).write_text(text)
         (folder / broken.base).write_bytes(broken.text().encode())
-        named = "scheduled.yaml" if broken.base == "grow.yaml" else broken.base
-        commands.append((folder, ["config", "validate", named]))
+        file_name = "scheduled.yaml" if broken.base == "grow.yaml" else broken.base
+        commands.append((folder, ["config", "validate", file_name]))
     return dict(zip(CONFIGS, run_commands(commands), strict=True))
 
 
@@ -73,18 +73,18 @@ def train(folder: Path, *words: str) -> None:
     )
 
 
-def problems(said: str) -> list[str]:
+def problems(message: str) -> list[str]:
     """The mistakes that a message lists, without the lines that it shows of a file."""
-    lines = [line for line in said.splitlines() if not _EXCERPT.match(line)]
+    lines = [line for line in message.splitlines() if not _EXCERPT.match(line)]
     return [line for line in lines if not _LAST.match(line)]
 
 
-def says(said: str, word: str) -> bool:
+def says(text: str, word: str) -> bool:
     """Whether a text has a word, not as a part of another one."""
-    return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", said) is not None
+    return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text) is not None
 
 
-def told(name: str, outcome: Outcome) -> str:
+def describe(name: str, outcome: Outcome) -> str:
     return f"{name} ({outcome.code}):\n{outcome.out}{outcome.err}"
 
 
@@ -97,25 +97,25 @@ def test_what_the_configs_are_made_of_is_right(tmp_path: Path) -> None:
         run_commands([(tmp_path, ["config", "validate", name]) for name in names]),
         strict=True,
     ):
-        assert outcome.code == 0, told(name, outcome)
+        assert outcome.code == 0, describe(name, outcome)
 
 
 def test_every_broken_config_is_told_its_line_and_nothing_else(
-    validated: Mapping[str, Outcome],
+    outcomes: Mapping[str, Outcome],
 ) -> None:
     wrong = []
-    for name, outcome in validated.items():
+    for name, outcome in outcomes.items():
         line, base = CONFIGS[name].expected_line(), CONFIGS[name].base
         where = rf"{re.escape(base)}:{line}:\d+: " if line else rf"{re.escape(base)}: (?!\d)"
-        found = problems(outcome.err)
-        if outcome.code != 2 or len(found) != 1 or not re.match(where, found[0]):
-            wrong.append(f"expected {base}:{line}: {told(name, outcome)}")
+        mistakes = problems(outcome.err)
+        if outcome.code != 2 or len(mistakes) != 1 or not re.match(where, mistakes[0]):
+            wrong.append(f"expected {base}:{line}: {describe(name, outcome)}")
     assert not wrong, "\n".join(wrong)
 
 
-def test_a_broken_config_is_told_what_to_write(validated: Mapping[str, Outcome]) -> None:
-    asked = {name: broken.suggests for name, broken in CONFIGS.items()}
-    _check_suggestions(asked, {name: validated[name] for name in asked})
+def test_a_broken_config_is_told_what_to_write(outcomes: Mapping[str, Outcome]) -> None:
+    expected_words = {name: broken.suggests for name, broken in CONFIGS.items()}
+    _check_suggestions(expected_words, {name: outcomes[name] for name in expected_words})
 
 
 def test_a_broken_command_is_told_what_to_write(answers: Mapping[str, Outcome]) -> None:
@@ -123,24 +123,26 @@ def test_a_broken_command_is_told_what_to_write(answers: Mapping[str, Outcome]) 
 
 
 def _check_suggestions(
-    asked: Mapping[str, str | None], answers: Mapping[str, Outcome], least: float = 0.9
+    expected_words: Mapping[str, str | None], answers: Mapping[str, Outcome], min_share: float = 0.9
 ) -> None:
-    assert sum(word is None for word in asked.values()) <= (1 - least) * len(asked)
+    assert sum(word is None for word in expected_words.values()) <= (1 - min_share) * len(
+        expected_words
+    )
     wrong = [
-        f"expected {word!r}: {told(name, answers[name])}"
-        for name, word in asked.items()
+        f"expected {word!r}: {describe(name, answers[name])}"
+        for name, word in expected_words.items()
         if word is None or not says("\n".join(problems(answers[name].err)), word)
     ]
-    share = 1 - len(wrong) / len(asked)
-    print(f"right suggestions: {share:.1%} of {len(asked)}")
-    assert share >= least, "\n".join(wrong)
+    share = 1 - len(wrong) / len(expected_words)
+    print(f"right suggestions: {share:.1%} of {len(expected_words)}")
+    assert share >= min_share, "\n".join(wrong)
 
 
 def test_every_broken_command_ends_in_2_or_3_without_a_traceback(
     answers: Mapping[str, Outcome],
 ) -> None:
     wrong = [
-        told(line, outcome)
+        describe(line, outcome)
         for line, outcome in answers.items()
         if outcome.code not in (2, 3) or outcome.out or "Traceback" in outcome.err
     ]
@@ -148,12 +150,12 @@ def test_every_broken_command_ends_in_2_or_3_without_a_traceback(
 
 
 def test_no_mistake_costs_the_import_of_torch_or_leaves_anything_behind(
-    validated: Mapping[str, Outcome], answers: Mapping[str, Outcome]
+    outcomes: Mapping[str, Outcome], answers: Mapping[str, Outcome]
 ) -> None:
     wrong = [
-        f"{name}: imported {outcome.heavy}, left {outcome.new_paths}"
-        for name, outcome in [*validated.items(), *answers.items()]
-        if outcome.heavy or outcome.new_paths
+        f"{name}: imported {outcome.heavy}, left {outcome.left}"
+        for name, outcome in [*outcomes.items(), *answers.items()]
+        if outcome.heavy or outcome.left
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -163,13 +165,13 @@ def test_no_mistake_costs_the_import_of_torch_or_leaves_anything_behind(
     "command", [["train"], ["train", "--dry-run"], ["config", "show"], ["data", "prepare"]]
 )
 def test_every_command_that_reads_a_config_says_the_same(
-    tmp_path: Path, validated: Mapping[str, Outcome], name: str, command: list[str]
+    tmp_path: Path, outcomes: Mapping[str, Outcome], name: str, command: list[str]
 ) -> None:
     broken = CONFIGS[name]
     (tmp_path / broken.base).write_text(broken.text())
     (outcome,) = run_commands([(tmp_path, [*command, broken.base])])
-    assert (outcome.code, outcome.err) == (2, validated[name].err)
-    assert not outcome.new_paths
+    assert (outcome.code, outcome.err) == (2, outcomes[name].err)
+    assert not outcome.left
 
 
 @pytest.mark.parametrize(
@@ -177,14 +179,14 @@ def test_every_command_that_reads_a_config_says_the_same(
 )
 def test_the_installed_command_says_it_too(tmp_path: Path, line: str, code: int) -> None:
     (tmp_path / "run.yaml").write_text("model: {n_layers: 3}\n")
-    done = subprocess.run(
+    process = subprocess.run(
         [Path(sys.executable).with_name("instar"), *line.split()],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == code
-    assert done.stdout == ""
-    assert "Traceback" not in done.stderr
+    assert process.returncode == code
+    assert process.stdout == ""
+    assert "Traceback" not in process.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]

@@ -45,7 +45,7 @@ def save(run: Path, step: int, history: list[Any] | None = None, **facts: Any) -
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("runs") / "tiny-abcde"
     run.mkdir()
     (run / "run.yaml").write_text("name: tiny\noptimizer:\n  lr: 0.001\n")
@@ -58,10 +58,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run(saved_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run of three checkpoints, in ./runs."""
     monkeypatch.chdir(tmp_path)
-    return Path(shutil.copytree(saved, "runs/tiny-abcde"))
+    return Path(shutil.copytree(saved_run, "runs/tiny-abcde"))
 
 
 def flip_last_bit(path: Path) -> None:
@@ -70,7 +70,7 @@ def flip_last_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+def json_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     """What a command that ends well prints as JSON."""
     capsys.readouterr()
     assert main(["checkpoint", *arguments, "--json"]) == 0
@@ -93,7 +93,7 @@ def test_list_shows_every_checkpoint_and_what_points_to_it(
 
 
 def test_list_as_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = said(capsys, "list", str(run), "--verify")
+    rows = json_of(capsys, "list", str(run), "--verify")
     assert [row["step"] for row in rows] == [10, 20, 30]
     assert [row["pointers"] for row in rows] == [[], ["best"], ["latest"]]
     assert [row["loss"] for row in rows] == [2.5, 2.25, None]
@@ -112,7 +112,7 @@ def test_list_of_a_run_without_checkpoints_is_empty(
     (new / "run.yaml").touch()
     assert main(["checkpoint", "list", "new"]) == 0
     assert "has no checkpoint yet" in capsys.readouterr().err
-    assert said(capsys, "list", "new") == []
+    assert json_of(capsys, "list", "new") == []
 
 
 def test_list_reads_the_files_only_where_asked_to(
@@ -121,10 +121,10 @@ def test_list_reads_the_files_only_where_asked_to(
     flip_last_bit(run / "checkpoints/step-20/model.safetensors")
     assert main(["checkpoint", "list", "tiny"]) == 0
     assert main(["checkpoint", "list", "tiny", "--verify"]) == 3
-    shown = capsys.readouterr()
-    states = [line.split()[-1] for line in shown.out.splitlines()[-3:]]
+    output = capsys.readouterr()
+    states = [line.split()[-1] for line in output.out.splitlines()[-3:]]
     assert states == ["whole", "BROKEN", "whole"]
-    assert "step-20/model.safetensors: content has changed" in shown.err
+    assert "step-20/model.safetensors: content has changed" in output.err
 
 
 @pytest.mark.usefixtures("run")
@@ -132,8 +132,8 @@ def test_inspect_says_what_is_there_and_where_it_comes_from(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["checkpoint", "inspect", "tiny"]) == 0
-    shown = capsys.readouterr().out
-    facts = {line[:14].strip(): line[14:] for line in shown.splitlines()}
+    output = capsys.readouterr().out
+    facts = {line[:14].strip(): line[14:] for line in output.splitlines()}
     assert facts["checkpoint"].endswith("step-30")
     assert facts["step"] == "30"
     assert facts["saved"].endswith("by 1 rank")
@@ -143,13 +143,13 @@ def test_inspect_says_what_is_there_and_where_it_comes_from(
         "2 layers, 32 wide, 4 heads (2 for keys and values) of 8, MLP 96, context 16, "
         "vocabulary 256"
     )
-    assert "rmsnorm, swiglu, rope (base 10000), no biases, untied head" in shown
+    assert "rmsnorm, swiglu, rope (base 10000), no biases, untied head" in output
     count = sum(parameter.numel() for parameter in GPT(ARCH).parameters())
     assert facts["parameters"] == f"{count:,}"
     assert (facts["data"], facts["tokenizer"]) == ("f00d", "beef")
     assert facts["history"] == "step 15: set_lr 0.0005"
     assert f"torch {torch.__version__}" in facts["versions"]
-    rows = [line.split() for line in shown.splitlines()]
+    rows = [line.split() for line in output.splitlines()]
     (model,) = (row for row in rows if row[:1] == ["model.safetensors"])
     assert model[1:3] == ["REPLICATED", str(len(list(GPT(ARCH).parameters())))]
     assert [row[1] for row in rows if row[:1] == ["state.json"]] == ["GLOBAL"]
@@ -163,7 +163,7 @@ def test_inspect_lists_tensors_where_asked_to(
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["blocks.0.attn.key.weight", "F32", "16×32"] in rows
     assert ["head.weight/exp_avg", "F32", "256×32"] in rows
-    tensors = said(capsys, "inspect", path, "--tensors")["tensors"]
+    tensors = json_of(capsys, "inspect", path, "--tensors")["tensors"]
     entry = tensors["model.safetensors"]["final_norm.weight"]
     assert entry == {"dtype": "F32", "shape": [32], "size_bytes": 128}
 
@@ -171,12 +171,12 @@ def test_inspect_lists_tensors_where_asked_to(
 def test_inspect_as_json_is_the_manifest_and_more(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shown = said(capsys, "inspect", "tiny")
+    facts = json_of(capsys, "inspect", "tiny")
     manifest = json.loads((run / "checkpoints/step-30/manifest.json").read_bytes())
     del manifest["xxh3_128"]
-    assert shown.items() >= manifest.items()
-    assert shown["parameters"] == sum(p.numel() for p in GPT(ARCH).parameters())
-    assert "tensors" not in shown
+    assert facts.items() >= manifest.items()
+    assert facts["parameters"] == sum(p.numel() for p in GPT(ARCH).parameters())
+    assert "tensors" not in facts
 
 
 def test_inspect_of_another_kind_of_model_shows_what_is_said_of_it(
@@ -188,10 +188,10 @@ def test_inspect_of_another_kind_of_model_shows_what_is_said_of_it(
         run, 40, CheckpointContent(weights, {}, shape, facts=Facts(left_out=["optimizer"]))
     )
     assert main(["checkpoint", "inspect", "tiny"]) == 0
-    shown = capsys.readouterr().out
-    assert "kind graph, layers 3" in shown
-    assert "no operations" in shown
-    assert "left out      optimizer" in shown
+    output = capsys.readouterr().out
+    assert "kind graph, layers 3" in output
+    assert "no operations" in output
+    assert "left out      optimizer" in output
 
 
 def test_inspect_names_a_torn_file_after_what_it_could_say(
@@ -199,10 +199,10 @@ def test_inspect_names_a_torn_file_after_what_it_could_say(
 ) -> None:
     (run / "checkpoints/step-30/model.safetensors").write_bytes(b"torn")
     assert main(["checkpoint", "inspect", "tiny"]) == 3
-    shown = capsys.readouterr()
-    assert "parameters    ?" in shown.out
-    assert "model.safetensors: not a safetensors file" in shown.err
-    assert "instar checkpoint verify" in shown.err
+    output = capsys.readouterr()
+    assert "parameters    ?" in output.out
+    assert "model.safetensors: not a safetensors file" in output.err
+    assert "instar checkpoint verify" in output.err
 
 
 def test_verify_says_whole_and_how_fast(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,11 +221,11 @@ def test_verify_names_every_broken_file_and_what_is_left(
     flip_last_bit(path / "model.safetensors")
     (path / "state.json").unlink()
     assert main(["checkpoint", "verify", str(path)]) == 3
-    shown = capsys.readouterr()
-    assert "BROKEN" in shown.out
-    assert "step-30/model.safetensors: content has changed" in shown.out
-    assert "step-30/state.json: missing" in shown.out
-    assert shown.err.rstrip().endswith("step-20")
+    output = capsys.readouterr()
+    assert "BROKEN" in output.out
+    assert "step-30/model.safetensors: content has changed" in output.out
+    assert "step-30/state.json: missing" in output.out
+    assert output.err.rstrip().endswith("step-20")
     assert main(["checkpoint", "verify", "tiny", "--all", "--json"]) == 3
     checks = json.loads(capsys.readouterr().out)
     assert [check["whole"] for check in checks] == [True, True, False]
@@ -244,28 +244,28 @@ def test_verify_of_a_run_whose_checkpoints_are_all_broken(
 def test_diff_says_what_changed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = (str(run / f"checkpoints/step-{step}") for step in (10, 20))
     assert main(["checkpoint", "diff", a, b]) == 0
-    shown = capsys.readouterr().out
-    rows = [line.split() for line in shown.splitlines()]
-    assert "architecture: same" in shown
+    output = capsys.readouterr().out
+    rows = [line.split() for line in output.splitlines()]
+    assert "architecture: same" in output
     assert ["in", "force:", "lr", "0.001", "0.0005"] in rows
     names = len(list(GPT(ARCH).parameters()))
     norms = 2 * ARCH.n_layer + 1
     assert ["model.safetensors", str(norms), str(names - norms), "0", "0"] in rows
     assert ["optimizer.safetensors", str(names), "0", "0", "0"] in rows
     assert any(row[:2] == ["head.weight", "changed"] for row in rows)
-    found = said(capsys, "diff", a, b)
-    assert found["history"] == {"operation 1": {"a": None, "b": CHANGE}}
-    assert found["saved"]["loss"] == {"a": 2.5, "b": 2.25}
-    (head,) = (t for t in found["tensors"]["model.safetensors"] if t["name"] == "head.weight")
+    differences = json_of(capsys, "diff", a, b)
+    assert differences["history"] == {"operation 1": {"a": None, "b": CHANGE}}
+    assert differences["saved"]["loss"] == {"a": 2.5, "b": 2.25}
+    (head,) = (t for t in differences["tensors"]["model.safetensors"] if t["name"] == "head.weight")
     assert (head["verdict"], head["relative_l2"] > 0.1) == ("changed", True)
 
 
 @pytest.mark.usefixtures("run")
 def test_a_checkpoint_is_the_same_as_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "diff", "tiny", "latest"]) == 0
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
     for group in ("architecture", "settings", "history", "saved", "state"):
-        assert f"{group}: same" in shown
+        assert f"{group}: same" in output
 
 
 def test_diff_sees_every_part_of_a_checkpoint_that_differs(
@@ -280,16 +280,16 @@ def test_diff_sees_every_part_of_a_checkpoint_that_differs(
             ("a", {"model": torch.zeros(3)}, 0.0, {}, {"cursor": 1}),
             ("b", other, moments, facts, state),
         ):
-            given = dict(more)
-            architecture = given.pop("architecture", {"width": 3})
-            history = given.pop("history", [])
+            more_facts = dict(more)
+            architecture = more_facts.pop("architecture", {"width": 3})
+            history = more_facts.pop("history", [])
             parts = {"model": tensors, "optimizer": {"model/exp_avg": torch.zeros(3) + moment}}
-            publish_checkpoint(root / folder, 1, CheckpointContent(parts, saved_state, architecture, history=history, facts=Facts(**given)))  # fmt: skip
-        places = [str(root / each / "checkpoints/step-1") for each in "ab"]
-        found = said(capsys, "diff", *places)
-        groups = {each for each in ("architecture", "history", "saved", "state") if found[each]}
-        files = found["tensors"].items()
-        return groups | {n for n, each in files if any(d["verdict"] != "same" for d in each)}
+            publish_checkpoint(root / folder, 1, CheckpointContent(parts, saved_state, architecture, history=history, facts=Facts(**more_facts)))  # fmt: skip
+        places = [str(root / key / "checkpoints/step-1") for key in "ab"]
+        differences = json_of(capsys, "diff", *places)
+        groups = {key for key in ("architecture", "history", "saved", "state") if differences[key]}
+        files = differences["tensors"].items()
+        return groups | {n for n, rows in files if any(d["verdict"] != "same" for d in rows)}
 
     assert differs("same") == set()
     assert differs("model", weights=1e-30) == {"model.safetensors"}
@@ -337,17 +337,17 @@ def test_diff_of_two_shapes_outside_any_run(
 def test_every_command_takes_a_checkpoint_in_parts(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = load_checkpoint(run / "checkpoints" / "step-30")
+    checkpoint = load_checkpoint(run / "checkpoints" / "step-30")
     parts = run.with_name("parts-abcde")
     shutil.copytree(run, parts, ignore=shutil.ignore_patterns("checkpoints"))
-    components = {name: whole.tensors(name) for name in ("model", "optimizer")}
+    components = {name: checkpoint.tensors(name) for name in ("model", "optimizer")}
     path = in_parts.save(parts, components, 3, ARCH.to_dict())
-    assert said(capsys, "list", "parts", "--verify")[0]["broken"] == []
-    found, wanted = (said(capsys, "inspect", name, "--tensors") for name in ("parts", "tiny"))
-    assert found["parameters"] == wanted["parameters"]
-    assert "model/2-of-3.safetensors" in json.dumps(found)
-    tensors = said(capsys, "diff", "tiny", "parts")["tensors"]
-    assert {each["verdict"] for file in tensors.values() for each in file} == {"same"}
+    assert json_of(capsys, "list", "parts", "--verify")[0]["broken"] == []
+    actual, expected = (json_of(capsys, "inspect", name, "--tensors") for name in ("parts", "tiny"))
+    assert actual["parameters"] == expected["parameters"]
+    assert "model/2-of-3.safetensors" in json.dumps(actual)
+    tensors = json_of(capsys, "diff", "tiny", "parts")["tensors"]
+    assert {tensor["verdict"] for file in tensors.values() for tensor in file} == {"same"}
     for name in ("parts", "tiny"):
         assert main(["checkpoint", "export", name, f"hf-{name}", "--to", "hf"]) == 0
     files = [Path(f"hf-{name}/model.safetensors").read_bytes() for name in ("parts", "tiny")]
@@ -372,25 +372,25 @@ def test_the_size_of_exported_files(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.usefixtures("run")
 def test_out_to_transformers_and_back_into_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "export", "tiny", "hf", "--to", "hf"]) == 0
-    shown = capsys.readouterr()
-    assert shown.out == "hf\n"
-    assert "LlamaForCausalLM.from_pretrained('hf')" in shown.err
+    output = capsys.readouterr()
+    assert output.out == "hf\n"
+    assert "LlamaForCausalLM.from_pretrained('hf')" in output.err
     assert main(["checkpoint", "import", "hf", "--to", "runs/back-vwxyz"]) == 0
-    shown = capsys.readouterr()
-    assert shown.out == "runs/back-vwxyz/checkpoints/step-0\n"
+    output = capsys.readouterr()
+    assert output.out == "runs/back-vwxyz/checkpoints/step-0\n"
     assert main(["logs", "list", "--json", "--name", "back"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert (row["state"], row["reason"]) == ("stopped", "nothing trained in it yet")
-    tensors = said(capsys, "diff", "tiny", "back")["tensors"]
+    tensors = json_of(capsys, "diff", "tiny", "back")["tensors"]
     assert {t["verdict"] for t in tensors["model.safetensors"]} == {"same"}
     assert main(["sample", "back", "--tokens", "5", "--seed", "1"]) == 0
-    sampled = capsys.readouterr().out
+    sample_text = capsys.readouterr().out
     assert main(["sample", "tiny", "--tokens", "5", "--seed", "1"]) == 0
-    assert capsys.readouterr().out == sampled
+    assert capsys.readouterr().out == sample_text
     assert main(["config", "validate", "runs/back-vwxyz/run.yaml"]) == 0
     Path("text.txt").write_text("some text to train on\n" * 99)
     dry = ["--dry-run", "--set", "data.source=text.txt", "--json"]
-    count = said(capsys, "inspect", "tiny")["parameters"]
+    count = json_of(capsys, "inspect", "tiny")["parameters"]
     assert main(["train", "runs/back-vwxyz/run.yaml", *dry]) == 0
     assert str(count) in capsys.readouterr().out
 
@@ -427,9 +427,9 @@ def test_bad_input_ends_with_exit_code_3(
             (other / "checkpoints/step-1").mkdir()
             (other / "checkpoints/step-1/manifest.json").write_text(manifest)
     assert main(["checkpoint", *arguments]) == 3
-    shown = capsys.readouterr()
-    assert says in shown.err + shown.out
-    assert "Nothing was started" not in shown.err
+    output = capsys.readouterr()
+    assert says in output.err + output.out
+    assert "Nothing was started" not in output.err
 
 
 @pytest.mark.parametrize(
@@ -493,10 +493,10 @@ def test_an_imported_model_may_be_given_data_and_an_average_until_it_trains(
     instar("checkpoint", "import", "hf", "--to", "imported")
     cubes = ("--set", "data.source=cubes.txt", "--set", "data.path=cubes")
     instar("resume", "imported", *cubes, "--set", "train.ema=0.9", "--until", "3it")
-    saved = load_checkpoint(place / "imported" / "checkpoints" / "step-3")
-    assert {"model", "ema", "optimizer"} <= set(saved.components)
+    checkpoint = load_checkpoint(place / "imported" / "checkpoints" / "step-3")
+    assert {"model", "ema", "optimizer"} <= set(checkpoint.components)
     instar("resume", "imported", "--until", "4it")
-    refused = instar("resume", "imported", "--set", "train.ema=0.5", "--until", "5it", code=2)
-    assert "train.ema" in refused.stderr
+    result = instar("resume", "imported", "--set", "train.ema=0.5", "--until", "5it", code=2)
+    assert "train.ema" in result.stderr
     other = ("--set", "data.source=squares.txt", "--set", "data.path=squares")
     assert "data.source" in instar("resume", "imported", *other, "--until", "5it", code=2).stderr

@@ -27,34 +27,36 @@ def losses(run: Path) -> dict[int, float]:
     return {event["step"]: event["loss"] for event in events(run, "eval")}
 
 
-def pointed(run: Path, pointer: str) -> str:
+def pointer_target(run: Path, pointer: str) -> str:
     return (run / "checkpoints" / pointer).read_text().strip()
 
 
 @pytest.fixture
 def run(typed: Typed, place: Path) -> Path:
     """A run that learns nothing, whose evaluations after step 6 are of more samples."""
-    said = typed("train", "tiny.yaml", *SETTLED, *EVALUATED, *PATIENT, *LARGER,
+    output = typed("train", "tiny.yaml", *SETTLED, *EVALUATED, *PATIENT, *LARGER,
                  "--set", "record.run_dir=run", "--set", "seed=2", "--until", "12it")  # fmt: skip
-    assert "evaluations from here on are not comparable with earlier ones" in said
+    assert "evaluations from here on are not comparable with earlier ones" in output
     return place / "run"
 
 
 def test_best_and_patience_begin_anew_where_other_samples_are_evaluated(
     typed: Typed, run: Path
 ) -> None:
-    measured = losses(run)
-    assert measured[2] < measured[8], "the few samples must be easier, or nothing is shown"
-    (anew,) = events(run, "begins_anew")
-    assert anew["step"] == 8
-    assert anew["reasons"][0].startswith("evaluated samples 4 → ")
-    finished = events(run, "run_finished")[-1]
-    assert (finished["step"], finished["best_step"]) == (12, 8), "or patience ended it at step 8"
-    assert pointed(run, "best") == "step-8"
+    losses_by_step = losses(run)
+    assert losses_by_step[2] < losses_by_step[8], (
+        "the few samples must be easier, or nothing is shown"
+    )
+    (restart,) = events(run, "begins_anew")
+    assert restart["step"] == 8
+    assert restart["reasons"][0].startswith("evaluated samples 4 → ")
+    end = events(run, "run_finished")[-1]
+    assert (end["step"], end["best_step"]) == (12, 8), "or patience ended it at step 8"
+    assert pointer_target(run, "best") == "step-8"
     assert read_manifest(run / "checkpoints" / "step-8").basis != ""
 
     (row,) = json.loads(typed("logs", "list", "run", "--json"))
-    assert (row["best"], row["best_step"]) == (measured[8], 8)
+    assert (row["best"], row["best_step"]) == (losses_by_step[8], 8)
     (summary,) = json.loads(typed("logs", "summary", "run", "--json"))
     assert summary["best"]["val/loss"]["step"] == 8
     assert "comparable since step 8: evaluated samples" in typed("logs", "summary", "run")
@@ -65,8 +67,8 @@ def test_best_and_patience_begin_anew_where_other_samples_are_evaluated(
     assert events(run, "run_finished")[-1]["step"] == 14
     typed("resume", "run", "--until", "20it", "--set", "eval.eval_iters=1")
     assert [event["step"] for event in events(run, "begins_anew")] == [8, 16]
-    finished = events(run, "run_finished")[-1]
-    assert (finished["step"], finished["best_step"]) == (20, 16)
+    end = events(run, "run_finished")[-1]
+    assert (end["step"], end["best_step"]) == (20, 16)
 
 
 @pytest.mark.usefixtures("run")
@@ -74,10 +76,10 @@ def test_runs_with_such_a_change_are_compared_with_a_warning_and_not_at_a_loss(
     typed: Typed,
 ) -> None:
     typed("train", "tiny.yaml", *SETTLED, "--set", "record.run_dir=other", "--until", "2it")
-    said = typed("logs", "compare", "run", "other")
-    assert "evaluations before and after step 8 are not comparable" in said
-    said = typed("logs", "compare", "run", "other", "--at-loss", "3.0", code=2)
-    assert "evaluations before and after step 8 are not comparable" in said
+    output = typed("logs", "compare", "run", "other")
+    assert "evaluations before and after step 8 are not comparable" in output
+    output = typed("logs", "compare", "run", "other", "--at-loss", "3.0", code=2)
+    assert "evaluations before and after step 8 are not comparable" in output
 
 
 @pytest.mark.parametrize(
@@ -95,18 +97,18 @@ def test_only_what_evaluations_depend_on_makes_them_begin_anew(
     schedule = json.dumps([{**change, "when": {"at_step": 2}}])
     typed("train", "tiny.yaml", *EVALUATED, "--set", f"schedule={schedule}",
           "--set", "record.run_dir=run", "--until", "4it")  # fmt: skip
-    said = [str(event["reasons"]) for event in events(place / "run", "begins_anew")]
-    assert [reason in each for each in said] == ([True] if reason else [])
+    reasons = [str(event["reasons"]) for event in events(place / "run", "begins_anew")]
+    assert [reason in text for text in reasons] == ([True] if reason else [])
 
 
 def test_eval_context_set_at_a_resume_makes_them_begin_anew(typed: Typed, place: Path) -> None:
     typed("train", "tiny.yaml", *EVALUATED, "--set", "record.run_dir=run", "--until", "2it")
     typed("resume", "run", "--until", "4it", "--set", "eval.context=8")
-    (anew,) = events(place / "run", "begins_anew")
-    assert anew["reasons"] == ["tokens per sample 16 → 8"]
+    (restart,) = events(place / "run", "begins_anew")
+    assert restart["reasons"] == ["tokens per sample 16 → 8"]
 
 
-def _trained(typed: Typed, name: str, *settings: str) -> None:
+def _train(typed: Typed, name: str, *settings: str) -> None:
     words = [
         word for text in (f"record.run_dir=runs/{name}", *settings) for word in ("--set", text)
     ]
@@ -118,23 +120,23 @@ def test_runs_are_compared_by_what_they_were_evaluated_on_not_by_keys(
 ) -> None:
     """The same text under another name is comparable; another number of samples, which no key of the data says,
     is not, and is named."""
-    _trained(typed, "a")
+    _train(typed, "a")
     (place / "copy.txt").write_bytes((place / "squares.txt").read_bytes())
-    _trained(typed, "renamed", "data.source=copy.txt", "data.path=other")
-    _trained(typed, "fewer", "eval.eval_iters=1")
-    compared = json.loads(typed("logs", "compare", "runs/a", "runs/renamed", "--json"))
-    assert compared["warnings"] == [
+    _train(typed, "renamed", "data.source=copy.txt", "data.path=other")
+    _train(typed, "fewer", "eval.eval_iters=1")
+    comparison = json.loads(typed("logs", "compare", "runs/a", "runs/renamed", "--json"))
+    assert comparison["warnings"] == [
         "the runs differ in data.source: their training losses, which are measured on different data, are "
         "not comparable"
     ]
     differs = "are not comparable with those of a: evaluated samples 44 → 4"
-    compared = json.loads(typed("logs", "compare", "runs/a", "runs/fewer", "--json"))
-    assert compared["warnings"] == [f"held-out losses of fewer {differs}"]
+    comparison = json.loads(typed("logs", "compare", "runs/a", "runs/fewer", "--json"))
+    assert comparison["warnings"] == [f"held-out losses of fewer {differs}"]
     assert differs in typed("logs", "compare", "runs/a", "runs/fewer", "--at-loss", "4", code=2)
     typed("logs", "compare", "runs/a", "runs/renamed", "--at-loss", "4")
-    listed = typed("logs", "list", "runs")
-    assert f"held-out values of fewer {differs}" in listed
-    assert "renamed are" not in listed
+    listing = typed("logs", "list", "runs")
+    assert f"held-out values of fewer {differs}" in listing
+    assert "renamed are" not in listing
     line = typed("logs", "list", "runs", "--json").splitlines()[0]
     bases = {row["id"]: row["basis"] for row in json.loads(line)}
     assert bases["a"] == bases["renamed"] != bases["fewer"]
@@ -150,11 +152,11 @@ def test_seeds_of_a_group_are_compared_with_the_same_seeds_of_another(typed: Typ
     for seed in (1, 2):
         for name, rate, iters in (("slow", 1e-4, 2), ("fast", 1e-3, 2), ("few", 1e-4, 1)):
             settings = (f"seed={seed}", f"optimizer.lr={rate}", f"eval.eval_iters={iters}")
-            _trained(typed, f"{name}{seed}", *settings)
+            _train(typed, f"{name}{seed}", *settings)
     words = ("logs", "compare", "runs/slow*", "--by", "seed", "--json")
     same = json.loads(typed(*words, "runs/fast*").splitlines()[-1])
     assert [len(arm["runs"]) for arm in same["arms"]] == [2, 2]
     assert same["warnings"] == []
-    (told,) = json.loads(typed(*words, "runs/few*").splitlines()[-1])["warnings"]
+    (warning,) = json.loads(typed(*words, "runs/few*").splitlines()[-1])["warnings"]
     expected = "few1, few2 are not comparable with those of slow1: evaluated samples 8 → 4"
-    assert expected in told
+    assert expected in warning

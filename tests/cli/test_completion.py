@@ -36,9 +36,9 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def completed(words: str, place: Path, forks: Forks) -> list[str]:
+def completions(words: str, place: Path, forks: Forks) -> list[str]:
     """What bash offers for the last of these words; '' is an empty one."""
-    done = subprocess.run(
+    process = subprocess.run(
         ["bash", "-c", ASK.format(words=words)],
         cwd=place,
         env=os.environ | {"PATH": f"{forks.bin}:{os.environ['PATH']}"},
@@ -46,12 +46,12 @@ def completed(words: str, place: Path, forks: Forks) -> list[str]:
         text=True,
         check=True,
     )
-    assert done.stderr == ""
-    return done.stdout.split()
+    assert process.stderr == ""
+    return process.stdout.split()
 
 
 @parametrize_first(
-    ("words", "offered"),
+    ("words", "expected"),
     [
         ("instar com", ["completion"]),
         ("instar logs su", ["summary"]),
@@ -68,29 +68,29 @@ def completed(words: str, place: Path, forks: Forks) -> list[str]:
         ("instar delta log ot", ["other-cd2"]),
     ], first=4,
 )  # fmt: skip
-def test_bash_offers(words: str, offered: list[str], place: Path, forks: Forks) -> None:
-    assert completed(words, place, forks) == offered
+def test_bash_offers(words: str, expected: list[str], place: Path, forks: Forks) -> None:
+    assert completions(words, place, forks) == expected
 
 
 def test_the_keys_of_a_config_are_offered_from_a_cache_too(
     place: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("INSTAR_CACHE_DIR", str(place / "cache"))
-    first = completed("instar train --set opt", place, forks)
+    first = completions("instar train --set opt", place, forks)
     assert "optimizer.lr" in first
-    kept = next((place / "cache").rglob("keys.json"))
-    kept.write_text(kept.read_text().replace('"optimizer.lr"', '"optimizer.cached"'))
-    assert "optimizer.cached" in completed("instar train --set opt", place, forks)
-    kept.write_text("{")
-    assert completed("instar train --set opt", place, forks) == first
+    cache_file = next((place / "cache").rglob("keys.json"))
+    cache_file.write_text(cache_file.read_text().replace('"optimizer.lr"', '"optimizer.cached"'))
+    assert "optimizer.cached" in completions("instar train --set opt", place, forks)
+    cache_file.write_text("{")
+    assert completions("instar train --set opt", place, forks) == first
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_each_shell_has_a_script(shell: str, place: Path, forks: Forks) -> None:
-    done = subprocess.run(
+    process = subprocess.run(
         [forks.command, "completion", shell], cwd=place, capture_output=True, text=True, check=True
     )
-    assert "_INSTAR_COMPLETE" in done.stdout
+    assert "_INSTAR_COMPLETE" in process.stdout
 
 
 COMPLETED = (
@@ -118,7 +118,7 @@ def test_completion_imports_neither_torch_nor_the_schema(place: Path) -> None:
         "    assert main([]) == 0\n"
         "sys.stderr.write(' '.join(sys.modules))\n"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-I", "-c", show],
         cwd=place,
         env=os.environ | {"_INSTAR_COMPLETE": "bash_complete"},
@@ -126,5 +126,5 @@ def test_completion_imports_neither_torch_nor_the_schema(place: Path) -> None:
         text=True,
         check=True,
     )
-    assert done.stdout.splitlines() == [f"{words}: plain,other-cd2" for words in COMPLETED]
-    assert not {"torch", "numpy", "pydantic", "rich"} & set(done.stderr.split())
+    assert process.stdout.splitlines() == [f"{words}: plain,other-cd2" for words in COMPLETED]
+    assert not {"torch", "numpy", "pydantic", "rich"} & set(process.stderr.split())

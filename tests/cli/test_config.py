@@ -22,9 +22,9 @@ def cfg(tmp_path: Path) -> str:
 
 def test_show_prints_a_config_that_loads_equal(cfg: str, tmp_path: Path, capsys: Captured) -> None:
     assert main(["config", "show", cfg, "--set", "seed=3"]) == 0
-    shown = tmp_path / "shown.yaml"
-    shown.write_text(capsys.readouterr().out)
-    assert load_config(str(shown)).config == load_config(cfg, ["seed=3"]).config
+    config_file = tmp_path / "shown.yaml"
+    config_file.write_text(capsys.readouterr().out)
+    assert load_config(str(config_file)).config == load_config(cfg, ["seed=3"]).config
 
 
 def test_show_without_a_file_prints_the_defaults(capsys: Captured) -> None:
@@ -45,9 +45,9 @@ def test_show_as_json(cfg: str, capsys: Captured) -> None:
     main(["config", "show", cfg, "--json"])
     assert json.loads(capsys.readouterr().out)["model"]["n_layer"] == 2
     main(["config", "show", cfg, "--json", "--origin"])
-    shown = json.loads(capsys.readouterr().out)
-    assert shown["model.n_layer"] == {"value": 2, "origin": f"{cfg}:4:3"}
-    assert shown["train.until"] == {"value": ["2000it"], "origin": "default"}
+    values = json.loads(capsys.readouterr().out)
+    assert values["model.n_layer"] == {"value": 2, "origin": f"{cfg}:4:3"}
+    assert values["train.until"] == {"value": ["2000it"], "origin": "default"}
 
 
 def test_schema_lists_keys_with_type_default_and_meaning(capsys: Captured) -> None:
@@ -93,9 +93,9 @@ def test_validate_says_ok(cfg: str, capsys: Captured) -> None:
 def test_validate_lists_all_mistakes(cfg: str, capsys: Captured) -> None:
     Path(cfg).write_text("model:\n  n_hed: 2\n  norm: rms\n")
     assert main(["config", "validate", cfg, "--set", "sede=1"]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err == (
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err == (
         f"{cfg}:2:3: unknown key 'n_hed' in model; did you mean 'n_head'?\n"
         "  2 |   n_hed: 2\n"
         "    |   ^\n"
@@ -122,8 +122,8 @@ def test_a_schedule_is_shown_and_checked(cfg: str, tmp_path: Path, capsys: Captu
     line = "  - {name: change_lr, value: 2.0, trigger_loss: 6.0}"
     assert line in capsys.readouterr().out.splitlines()
     main(["config", "show", cfg, "--set", f"schedule={path}", "--json", "--origin"])
-    told = json.loads(capsys.readouterr().out)["schedule"]
-    assert told["value"] == [{"name": "change_lr", "value": 2.0, "trigger_loss": 6.0}]
+    schedule = json.loads(capsys.readouterr().out)["schedule"]
+    assert schedule["value"] == [{"name": "change_lr", "value": 2.0, "trigger_loss": 6.0}]
     path.write_text("- {name: change_rl, value: 2.0, trigger_loss: 6.0}\n")
     assert main(["config", "validate", cfg, "--set", f"schedule={path}"]) == 2
     assert f"{path}:1:10" in capsys.readouterr().err
@@ -169,31 +169,31 @@ def on_a_terminal(args: list[str], **environment: str) -> str:
         env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", **environment},
     )
     os.close(slave)
-    printed = b""
+    output = b""
     try:
         while chunk := os.read(master, 4096):
-            printed += chunk
+            output += chunk
     except OSError:  # Linux reports the terminal's end as an error
         pass
     os.close(master)
     assert process.wait() == 0
-    return printed.decode()
+    return output.decode()
 
 
 def test_a_terminal_gets_a_drawn_table_within_its_width() -> None:
-    printed = on_a_terminal(["config", "schema", "model"])
-    assert "\x1b[" in printed
-    assert "model.n_kv_head" in printed
+    output = on_a_terminal(["config", "schema", "model"])
+    assert "\x1b[" in output
+    assert "model.n_kv_head" in output
 
 
 def test_no_color_is_honoured_on_a_terminal() -> None:
-    printed = on_a_terminal(["config", "schema", "model"], NO_COLOR="1")
-    assert "\x1b" not in printed
-    assert all(len(line) <= 80 for line in printed.split("\r\n"))
+    output = on_a_terminal(["config", "schema", "model"], NO_COLOR="1")
+    assert "\x1b" not in output
+    assert all(len(line) <= 80 for line in output.split("\r\n"))
 
 
 def test_a_pipe_gets_neither_escape_codes_nor_wrapped_lines(capsys: Captured) -> None:
     main(["config", "schema", "train"])
-    printed = capsys.readouterr().out
-    assert "\x1b" not in printed
-    assert max(map(len, printed.splitlines())) > 80
+    output = capsys.readouterr().out
+    assert "\x1b" not in output
+    assert max(map(len, output.splitlines())) > 80

@@ -29,16 +29,16 @@ Instar = Callable[..., subprocess.CompletedProcess[str]]
 def under_way(place: Path, forks: Forks) -> Child:
     """A run that would go on for hours, and has made its first steps."""
     sets = ("--set", "record.log_interval=5", "--set", f"record.run_dir={place / 'run'}")
-    started = forks.start(INSTAR, ["train", "tiny.yaml", *sets, "--until", "10Mit"], place=place)
-    assert started.wait_for(r"^\s*5\b"), started.output()
-    return started
+    child = forks.start(INSTAR, ["train", "tiny.yaml", *sets, "--until", "10Mit"], place=place)
+    assert child.wait_for(r"^\s*5\b"), child.output()
+    return child
 
 
 def test_a_run_is_asked_to_save_and_to_stop(under_way: Child, instar: Instar, place: Path) -> None:
     status = json.loads(instar("control", "run", "status", "--json").stdout)
     assert (status["state"], status["process"]) == ("running", under_way.pid)
-    saved = instar("control", "run", "save").stdout
-    step = re.fullmatch(r"saved: (step-\d+)\n", saved)
+    output = instar("control", "run", "save").stdout
+    step = re.fullmatch(r"saved: (step-\d+)\n", output)
     assert step
     manifest = json.loads((place / "run" / "checkpoints" / step[1] / "manifest.json").read_text())
     assert manifest["reason"] == "asked for"
@@ -49,8 +49,8 @@ def test_a_run_is_asked_to_save_and_to_stop(under_way: Child, instar: Instar, pl
 
 
 def test_two_runs_in_one_folder_are_refused(under_way: Child, instar: Instar, place: Path) -> None:
-    said = instar("resume", "run", code=3).stderr
-    assert f"process {under_way.pid} is training there" in said
+    message = instar("resume", "run", code=3).stderr
+    assert f"process {under_way.pid} is training there" in message
     under_way.signal(signal.SIGINT)
     assert under_way.finish() == 75, under_way.output()
     assert (place / "run" / "events.jsonl").read_text().count('"run_started"') == 1
@@ -58,8 +58,8 @@ def test_two_runs_in_one_folder_are_refused(under_way: Child, instar: Instar, pl
 
 def test_a_run_that_is_not_there_to_hear_is_not_asked(instar: Instar, place: Path) -> None:
     instar("train", "tiny.yaml", "--set", "record.run_dir=run")
-    said = instar("control", "run", "save", code=3).stderr
-    assert "run is not running; resume it with: instar resume run" in said
+    message = instar("control", "run", "save", code=3).stderr
+    assert "run is not running; resume it with: instar resume run" in message
     assert not (place / "run" / "control").exists()
     assert "finished (reached 8it)" in instar("control", "run", "status").stdout
 
@@ -108,14 +108,14 @@ def test_a_request_that_cannot_be_removed_is_answered_and_does_not_end_the_run(
     assert "cannot be removed" in (run_dir / "logs" / "rank_0.log").read_text("utf-8")
 
 
-def applied(instar: Instar, *words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+def control_run(instar: Instar, *words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
     return instar("control", "run", *words, code=code)
 
 
 def test_a_run_is_asked_for_operations(
     under_way: Child, instar: Instar, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    preview = applied(instar, "apply", "widen_mlp=x2", "--dry-run")
+    preview = control_run(instar, "apply", "widen_mlp=x2", "--dry-run")
     assert "operation   widen_mlp x2 (exact)" in preview.stdout
     assert "weights" in preview.stdout
     assert "nothing was asked for" in preview.stderr
@@ -126,31 +126,36 @@ def test_a_run_is_asked_for_operations(
     assert shape.after != shape.before
     monkeypatch.undo()
 
-    said = applied(instar, "apply", "change_lr=0.5").stdout
-    assert re.search(r"^\d+ +SET +change_lr .*\(asked for by ", said), said
-    answer = json.loads(applied(instar, "apply", "insert_layers=1", "where=even", "--json").stdout)
+    output = control_run(instar, "apply", "change_lr=0.5").stdout
+    assert re.search(r"^\d+ +SET +change_lr .*\(asked for by ", output), output
+    answer = json.loads(
+        control_run(instar, "apply", "insert_layers=1", "where=even", "--json").stdout
+    )
     assert answer["outcome"] == "done"
     assert answer["event"]["verb"] == "GROW"
     assert answer["event"]["proof"]["max_logit_diff"] < 1e-5
-    said = applied(instar, "apply", "change_lr=0.5", "when={at_step: 9000000}").stdout
-    number = re.search(r": waits: at step 9,000,000 \((\w{12})\)$", said)
-    assert number, said
-    rows = applied(instar, "list").stdout
+    output = control_run(instar, "apply", "change_lr=0.5", "when={at_step: 9000000}").stdout
+    number = re.search(r": waits: at step 9,000,000 \((\w{12})\)$", output)
+    assert number, output
+    rows = control_run(instar, "list").stdout
     assert re.search(rf"^id={number[1]} +change_lr 0.5 .*at step 9,000,000", rows, re.MULTILINE)
-    said = applied(instar, "cancel", f"id={number[1]}").stdout
-    assert "change_lr 0.5: cancelled: by " in said
-    assert applied(instar, "list").stderr == "nothing waits\n"
+    output = control_run(instar, "cancel", f"id={number[1]}").stdout
+    assert "change_lr 0.5: cancelled: by " in output
+    assert control_run(instar, "list").stderr == "nothing waits\n"
 
-    refused = applied(instar, "apply", "widen_mlp=3", code=2).stderr
-    assert "refused it: widen_mlp.value is not possible here" in refused
-    unknown = applied(instar, "apply", "widen_mpl=3", code=2).stderr
+    refusal = control_run(instar, "apply", "widen_mlp=3", code=2).stderr
+    assert "refused it: widen_mlp.value is not possible here" in refusal
+    unknown = control_run(instar, "apply", "widen_mpl=3", code=2).stderr
     assert "did you mean 'widen_mlp'" in unknown
-    assert "no entry 5 of the schedule waits" in applied(instar, "cancel", "entry=5", code=2).stderr
-    assert applied(instar, "stop").stdout.startswith("stopped: step-")
+    assert (
+        "no entry 5 of the schedule waits"
+        in control_run(instar, "cancel", "entry=5", code=2).stderr
+    )
+    assert control_run(instar, "stop").stdout.startswith("stopped: step-")
     assert under_way.finish() == 75, under_way.output()
     names = [event["name"] for event in events(place / "run", "operation")]
     assert names == ["change_lr", "insert_layers"]
-    assert "is not running" in applied(instar, "apply", "change_lr=0.5", code=3).stderr
+    assert "is not running" in control_run(instar, "apply", "change_lr=0.5", code=3).stderr
     assert list((place / "run" / "control").glob("*.apply")) == []
 
 
@@ -162,29 +167,29 @@ def test_what_a_stopped_run_would_carry_out_is_listed_and_given_up(
     instar("train", "tiny.yaml", "--set", "record.run_dir=run", "--set", entry)
     folder = place / "run" / "control"
     waits = {"name": "change_lr", "value": 0.5, "when": {"at_step": 80}}
-    saved, crashed = (
+    saved_post, crashed_post = (
         send_post(folder, "apply", content)
         for content in (waits, {"name": "change_lr", "value": 1e9})
     )
-    crashed.path.rename(crashed.path.with_suffix(".aside"))
+    crashed_post.path.rename(crashed_post.path.with_suffix(".aside"))
     instar("resume", "run", "--until", "9it")
-    assert not saved.path.exists(), "the checkpoint has it"
-    crashed.path.with_suffix(".aside").rename(crashed.path)
+    assert not saved_post.path.exists(), "the checkpoint has it"
+    crashed_post.path.with_suffix(".aside").rename(crashed_post.path)
 
     rows = instar("control", "run", "list").stdout
-    assert re.search(rf"^id={saved.id} +change_lr 0.5 .*at step 80", rows, re.MULTILINE)
-    assert re.search(rf"^id={crashed.id} +change_lr 1000000000.0", rows, re.MULTILINE)
+    assert re.search(rf"^id={saved_post.id} +change_lr 0.5 .*at step 80", rows, re.MULTILINE)
+    assert re.search(rf"^id={crashed_post.id} +change_lr 1000000000.0", rows, re.MULTILINE)
     assert re.search(r"^entry=0 +set_clip 0.5", rows, re.MULTILINE)
-    failed = instar("resume", "run", "--until", "40it", code=4)
-    command = f"instar control run cancel id={crashed.id}"
-    assert f"carries it out again, unless it is given up with: {command}" in failed.stderr
+    failure = instar("resume", "run", "--until", "40it", code=4)
+    command = f"instar control run cancel id={crashed_post.id}"
+    assert f"carries it out again, unless it is given up with: {command}" in failure.stderr
 
-    for words in ((f"id={saved.id}",), (f"id={crashed.id}",), ("entry=0",)):
+    for words in ((f"id={saved_post.id}",), (f"id={crashed_post.id}",), ("entry=0",)):
         given_up = instar("control", "run", "cancel", *words).stdout
         assert "cancelled: the next resume gives it up" in given_up
     assert instar("control", "run", "list").stderr == "nothing waits\n"
-    again = instar("control", "run", "cancel", f"id={saved.id}", code=2).stderr
-    assert "that does not wait; what waits: nothing" in again
+    message = instar("control", "run", "cancel", f"id={saved_post.id}", code=2).stderr
+    assert "that does not wait; what waits: nothing" in message
     instar("resume", "run", "--until", "99it")
     last = {e["name"] for e in events(place / "run", "operation") if e["step"] > 9}
     assert last <= {"change_lr"}, "that of the resume which failed"
@@ -253,10 +258,10 @@ WRONG = {
 def test_what_is_mistyped_is_an_error_before_anything_is_asked(instar: Instar) -> None:
     instar("train", "tiny.yaml", "--set", "record.run_dir=run")
     for words, message in WRONG.items():
-        said = applied(instar, *words, code=2).stderr
-        assert message in said, words
-        assert "schedule[" not in said, "nobody wrote that"
-    assert applied(instar, "list").stderr == "nothing waits\n"
+        error = control_run(instar, *words, code=2).stderr
+        assert message in error, words
+        assert "schedule[" not in error, "nobody wrote that"
+    assert control_run(instar, "list").stderr == "nothing waits\n"
 
 
 def test_a_file_of_a_running_run_that_cannot_be_read_is_named(

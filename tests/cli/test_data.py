@@ -23,40 +23,40 @@ def test_prepare_prints_the_folder_and_says_what_it_does_on_stderr(
     text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["data", "prepare", "--source", text.name]) == 0
-    said = capsys.readouterr()
-    folder = said.out.strip()
+    output = capsys.readouterr()
+    folder = output.out.strip()
     assert folder.startswith("data/story-byte-")
     assert (text.parent / folder / "dataset.json").exists()
-    assert "preparing story.txt: 1 document, " in said.err
+    assert "preparing story.txt: 1 document, " in output.err
 
 
 def test_options_go_over_the_file(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("run.yaml").write_text(f"data:\n  source: {text.name}\n  tokenizer: char\n")
     options = ["--tokenizer", "bpe", "--vocab-size", "300", "--path", "*odd: name"]
     assert main(["data", "prepare", "run.yaml", *options, "--json"]) == 0
-    made = json.loads(capsys.readouterr().out)
-    assert (made["tokenizer"], made["path"]) == ("bpe", "*odd: name")
-    assert made["source"]["source"] == text.name
+    manifest = json.loads(capsys.readouterr().out)
+    assert (manifest["tokenizer"], manifest["path"]) == ("bpe", "*odd: name")
+    assert manifest["source"]["source"] == text.name
 
 
 def test_inspect_shows_what_is_there(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["data", "prepare", "--source", text.name, "--path", "set"])
     capsys.readouterr()
     assert main(["data", "inspect", "set", "--sample", "6", "--verify"]) == 0
-    shown = capsys.readouterr().out
-    assert "byte, vocabulary 256" in shown
-    assert "verified" in shown
-    assert '"line 0"' in shown
+    output = capsys.readouterr().out
+    assert "byte, vocabulary 256" in output
+    assert "verified" in output
+    assert '"line 0"' in output
 
 
 def test_inspect_as_json(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["data", "prepare", "--source", text.name, "--path", "set"])
     capsys.readouterr()
     assert main(["data", "inspect", "set", "--json", "--sample", "4"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    total = sum(split["tokens"] for split in shown["splits"].values())
+    facts = json.loads(capsys.readouterr().out)
+    total = sum(split["tokens"] for split in facts["splits"].values())
     assert total == text.stat().st_size
-    assert shown["sample"]["train"] == "line"
+    assert facts["sample"]["train"] == "line"
 
 
 def test_verify_finds_a_flipped_bit(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,14 +92,14 @@ def test_rows_become_token_shards(rows: Path, capsys: pytest.CaptureFixture[str]
     assert main(["data", "prepare", "run.yaml"]) == 0
     assert capsys.readouterr().out == "set\n"
     assert main(["data", "inspect", "set", "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert (shown["kind"], set(shown["splits"])) == ("rows", {"train", "val", "test"})
-    tokens = sum(split["tokens"] for split in shown["splits"].values())
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["kind"], set(facts["splits"])) == ("rows", {"train", "val", "test"})
+    tokens = sum(split["tokens"] for split in facts["splits"].values())
     # each document with a new line after it, but for the last of each split
     assert tokens + 3 == len("".join(rows.read_text().splitlines(True)[:180]))
     assert main(["data", "inspect", "set", "--verify"]) == 0
-    said = "rows: 180 documents of part-*.jsonl as token shards"
-    assert said in capsys.readouterr().out
+    summary = "rows: 180 documents of part-*.jsonl as token shards"
+    assert summary in capsys.readouterr().out
 
 
 def test_a_stream_is_counted_for_ranks_that_share_it(
@@ -129,8 +129,8 @@ def test_each_part_of_a_mixture_has_a_folder(
     assert main(["data", "prepare", "run.yaml"]) == 0
     assert capsys.readouterr().out == "set/0\nset/1\n"
     assert main(["data", "prepare", "run.yaml", "--json"]) == 0
-    made = json.loads(capsys.readouterr().out)
-    assert [one["source"]["source"] for one in made] == ["story.txt", "other.txt"]
+    manifests = json.loads(capsys.readouterr().out)
+    assert [manifest["source"]["source"] for manifest in manifests] == ["story.txt", "other.txt"]
     assert main(["data", "inspect", "set"]) == 2
     assert "several data sets; name one: set/0, set/1" in capsys.readouterr().err
 

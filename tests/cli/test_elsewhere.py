@@ -31,19 +31,19 @@ def run(typed: Typed, place: Path) -> Path:
 def test_a_run_is_resumed_tested_and_analysed_from_another_folder(
     typed: Typed, run: Path, place: Path
 ) -> None:
-    elsewhere = place / "elsewhere"
-    elsewhere.mkdir()
-    said = typed("resume", run, "--until", "4it", where=elsewhere)
-    assert f"in {place / 'project'}, where the run was started" in said
-    assert "done  4 steps" in said
-    typed("test", "../project/runs/r", where=elsewhere)
+    other_dir = place / "elsewhere"
+    other_dir.mkdir()
+    output = typed("resume", run, "--until", "4it", where=other_dir)
+    assert f"in {place / 'project'}, where the run was started" in output
+    assert "done  4 steps" in output
+    typed("test", "../project/runs/r", where=other_dir)
     two = ("--nproc", "2", "--until", "6it")
-    assert "done  6 steps" in typed("resume", "../project/runs/r", *two, where=elsewhere)
-    typed("sample", run, "--tokens", "3", where=elsewhere)
-    analysed = typed("checkpoint", "analyze", run, where=elsewhere)
-    assert "has no dataset.json" not in analysed
-    assert "is not there" not in analysed
-    assert not [path for path in elsewhere.iterdir() if not path.name.startswith("said-")]
+    assert "done  6 steps" in typed("resume", "../project/runs/r", *two, where=other_dir)
+    typed("sample", run, "--tokens", "3", where=other_dir)
+    analysis = typed("checkpoint", "analyze", run, where=other_dir)
+    assert "has no dataset.json" not in analysis
+    assert "is not there" not in analysis
+    assert not [path for path in other_dir.iterdir() if not path.name.startswith("said-")]
 
 
 def test_a_run_of_a_mixture_goes_on_from_another_folder(typed: Typed, place: Path) -> None:
@@ -65,8 +65,8 @@ def test_a_project_that_was_moved_or_copied_goes_on_with_its_own_files(
     typed: Typed, run: Path, place: Path
 ) -> None:
     shutil.copytree(place / "project", place / "copy")
-    said = typed("resume", place / "copy" / "runs" / "r", "--until", "3it")
-    assert f"in {place / 'copy'}, where the run was started" in said
+    output = typed("resume", place / "copy" / "runs" / "r", "--until", "3it")
+    assert f"in {place / 'copy'}, where the run was started" in output
     (place / "project").rename(place / "moved")
     assert "done  3 steps" in typed("resume", "moved/runs/r", "--until", "3it")
     assert run.parent.parent.name == "project"
@@ -75,12 +75,12 @@ def test_a_project_that_was_moved_or_copied_goes_on_with_its_own_files(
 def test_a_branch_that_was_only_made_is_trained_from_another_folder(
     typed: Typed, run: Path, place: Path
 ) -> None:
-    begun = "[{name: branch, value: b, when: {at_step: 3}, iters: 2, train: false}]"
-    typed("resume", run, "--until", "4it", "--set", f"schedule={begun}")
+    schedule = "[{name: branch, value: b, when: {at_step: 3}, iters: 2, train: false}]"
+    typed("resume", run, "--until", "4it", "--set", f"schedule={schedule}")
     assert "done  5 steps" in typed("resume", f"{run}.b")
     (place / "project").rename(place / "moved")
-    said = typed("resume", "moved/runs/r.b", "--until", "6it")
-    assert f"in {place / 'moved'}, where the run was started" in said
+    output = typed("resume", "moved/runs/r.b", "--until", "6it")
+    assert f"in {place / 'moved'}, where the run was started" in output
 
 
 def test_a_grown_run_goes_on_from_another_folder(typed: Typed, run: Path, place: Path) -> None:
@@ -94,8 +94,10 @@ def test_a_path_that_leads_somewhere_from_the_file_alone_is_told_with_that_folde
 ) -> None:
     config = place / "project" / "tiny.yaml"
     for words in (("train", config), ("data", "prepare", config)):
-        said = typed(*words, code=2)
-        assert f"squares.txt is in {place / 'project'}, and relative paths begin in {place}" in said
+        output = typed(*words, code=2)
+        assert (
+            f"squares.txt is in {place / 'project'}, and relative paths begin in {place}" in output
+        )
     assert "no file matches squares.*" in typed(
         "train", run / "run.yaml", "--set", "data.source=squares.*", code=2
     )
@@ -111,22 +113,22 @@ def test_a_source_of_a_mixture_is_told_with_the_folder_that_has_it(
     config.write_text(text.replace("tokenizer: char", "tokenizer: byte"))
     assert "mixture" in config.read_text()
     for words in (("train", config), ("train", config, "--dry-run")):
-        said = typed(*words, code=2)
-        assert f"squares.txt is in {config.parent}, and relative paths begin in {place}" in said
-        assert "mixed.yaml:" in said
-    said = typed(
+        output = typed(*words, code=2)
+        assert f"squares.txt is in {config.parent}, and relative paths begin in {place}" in output
+        assert "mixed.yaml:" in output
+    output = typed(
         "train", config, "--set", "data.mixture=[{source: nothing.txt, weight: 1}]", code=2
     )
-    assert "data.mixture[0].source: there is no file or folder nothing.txt" in said
+    assert "data.mixture[0].source: there is no file or folder nothing.txt" in output
 
 
 @needs("lab")
 def test_a_finder_reads_a_config_from_another_folder(typed: Typed, run: Path, place: Path) -> None:
     project = place / "project"
-    said = typed("find", "lr", project / "tiny.yaml", code=2)
-    assert f"squares.txt is in {project}, and relative paths begin in {place}" in said
-    again = typed("find", "batch", run / "run.yaml", "--max", "1", where=project)
-    assert "fastest: 1 samples" in again
+    output = typed("find", "lr", project / "tiny.yaml", code=2)
+    assert f"squares.txt is in {project}, and relative paths begin in {place}" in output
+    batch_output = typed("find", "batch", run / "run.yaml", "--max", "1", where=project)
+    assert "fastest: 1 samples" in batch_output
 
 
 def test_python_resumes_it_from_another_folder_too(
@@ -143,39 +145,41 @@ def test_data_that_were_moved_are_named_once(typed: Typed, run: Path, place: Pat
     data.rename(place / "data-elsewhere")
     (place / "project" / "squares.txt").unlink()
     typed("resume", run, code=2)
-    moved = ("--set", "data.path=data-elsewhere")
-    assert "done  3 steps" in typed("resume", run, "--until", "3it", *moved)
-    said = typed("resume", run, "--until", "4it")
-    assert f"data.path: {place / 'data-elsewhere'}, as given before" in said
-    assert "done  4 steps" in said
+    data_path = ("--set", "data.path=data-elsewhere")
+    assert "done  3 steps" in typed("resume", run, "--until", "3it", *data_path)
+    output = typed("resume", run, "--until", "4it")
+    assert f"data.path: {place / 'data-elsewhere'}, as given before" in output
+    assert "done  4 steps" in output
 
 
 def test_the_folder_is_the_one_whose_files_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    project, here = tmp_path / "project", tmp_path / "here"
+    project, other_dir = tmp_path / "project", tmp_path / "here"
     run = RunDir(project / "runs" / "r")
-    for folder in (run.path, here):
+    for folder in (run.path, other_dir):
         folder.mkdir(parents=True)
     monkeypatch.chdir(project)
     note_start(run)
-    monkeypatch.chdir(here)
+    monkeypatch.chdir(other_dir)
     note_start(run)
-    known = read_start(run)
-    assert known is not None
-    assert (known.folder, known.relative) == (str(project), "../..")
+    start = read_start(run)
+    assert start is not None
+    assert (start.folder, start.relative) == (str(project), "../..")
     paths = {"data.path": "data/x", "task": "tasks:Mine", "data.source": "/absolute"}
-    assert paths_folder(run, paths) == here  # nothing is anywhere
+    assert paths_folder(run, paths) == other_dir  # nothing is anywhere
     (project / "tasks.py").touch()
     assert paths_folder(run, paths) == project
-    (here / "tasks.py").touch()
-    (here / "data" / "x").mkdir(parents=True)
-    assert paths_folder(run, paths) == here
-    assert paths_folder(run, {"data.path": str(project)}) == here  # absolute paths hold anywhere
+    (other_dir / "tasks.py").touch()
+    (other_dir / "data" / "x").mkdir(parents=True)
+    assert paths_folder(run, paths) == other_dir
+    assert (
+        paths_folder(run, {"data.path": str(project)}) == other_dir
+    )  # absolute paths hold anywhere
     (run.path / START_FILE).write_text("damaged")
-    assert paths_folder(run, paths) == here
+    assert paths_folder(run, paths) == other_dir
     assert absolute(("data.path=data/x", "data.path=gone", "train.clip=1")) == (
-        f"data.path={here / 'data' / 'x'}",
+        f"data.path={other_dir / 'data' / 'x'}",
         "data.path=gone",
         "train.clip=1",
     )
@@ -186,7 +190,7 @@ def test_a_row_of_a_mixture_is_named_by_its_file_and_line(typed: Typed, place: P
     (place / "bad.jsonl").write_text('{"text": "all is well"}\n' * 50 + '{"txt": "oh"}\n')
     mixture = "[{source: good.jsonl, weight: 1}, {source: bad.jsonl, weight: 1}]"
     words = ("--set", f"data.mixture={mixture}", "--set", "data.source=stdlib")
-    said = typed(
+    output = typed(
         "train",
         "tiny.yaml",
         *words,
@@ -196,4 +200,4 @@ def test_a_row_of_a_mixture_is_named_by_its_file_and_line(typed: Typed, place: P
         "data.path=null",
         code=2,
     )
-    assert "bad.jsonl:51: the field 'text' is missing" in said
+    assert "bad.jsonl:51: the field 'text' is missing" in output

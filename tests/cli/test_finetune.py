@@ -42,15 +42,15 @@ def test_a_run_that_grows_is_killed_resumed_sampled_and_exported(
 ) -> None:
     monkeypatch.chdir(write_place(kind, tmp_path))
     assert train("whole", SCHEDULE) == 0
-    here = Place(tmp_path, forks)
-    child = here.train(Path("killed"), SCHEDULE, body="failures:killed_at_step_18")
+    place = Place(tmp_path, forks)
+    child = place.train(Path("killed"), SCHEDULE, body="failures:killed_at_step_18")
     assert codes(child) == [-signal.SIGKILL]
     assert acknowledged_step(Path("killed")) in (10, 15)  # the last save is told at the next step
     shutil.rmtree("model")
     assert main(["resume", "killed"]) == 0
     assert weights(Path("killed"), STEPS) == weights(Path("whole"), STEPS)
-    grown = [event["name"] for event in events(Path("whole"), "operation")]
-    assert grown == ["widen_mlp", "insert_layers"]
+    operations = [event["name"] for event in events(Path("whole"), "operation")]
+    assert operations == ["widen_mlp", "insert_layers"]
     losses = [event["loss"] for event in events(Path("whole"), "eval")]
     assert losses[-1] < losses[0] - 0.5
 
@@ -59,9 +59,9 @@ def test_a_run_that_grows_is_killed_resumed_sampled_and_exported(
     assert capsys.readouterr().out.startswith("12 sq")
     assert main(["checkpoint", "export", "whole", "tuned", "--to", "hf"]) == 0
     ids = torch.arange(24)[None] * 7
-    theirs = AutoModelForCausalLM.from_pretrained("tuned").eval()
+    hf_model = AutoModelForCausalLM.from_pretrained("tuned").eval()
     with torch.no_grad():
-        torch.testing.assert_close(theirs(ids).logits, load_model("whole", "cpu")(ids))
+        torch.testing.assert_close(hf_model(ids).logits, load_model("whole", "cpu")(ids))
     tokens = AutoTokenizer.from_pretrained("tuned")("12 squared").input_ids
     assert tokens == load_tokenizer("whole").encode("12 squared").tolist()
 
@@ -81,17 +81,17 @@ def test_a_run_makes_a_model_of_experts(
     monkeypatch.chdir(write_place("qwen3", tmp_path))
     keys = ("train.until=8it", "optimizer.lr=0.003")
     assert train("run", "schedule=[{name: upcycle, value: 4, when: {at_step: 5}}]", *keys) == 0
-    (grown,) = events(Path("run"), "operation")
-    assert grown["proof"]["max_logit_diff_relative"] <= 1e-5
-    assert grown["change"] == "qwen3→qwen3_moe"
+    (growth,) = events(Path("run"), "operation")
+    assert growth["proof"]["max_logit_diff_relative"] <= 1e-5
+    assert growth["change"] == "qwen3→qwen3_moe"
     assert main(["resume", "run", "--until", "10it"]) == 0
     capsys.readouterr()
     assert main(["checkpoint", "export", "run", "tuned", "--to", "hf"]) == 0
-    theirs = AutoModelForCausalLM.from_pretrained("tuned").eval()
-    assert type(theirs).__name__ == "Qwen3MoeForCausalLM"
+    hf_model = AutoModelForCausalLM.from_pretrained("tuned").eval()
+    assert type(hf_model).__name__ == "Qwen3MoeForCausalLM"
     ids = torch.arange(16)[None] * 7
     with torch.no_grad():
-        torch.testing.assert_close(theirs(ids).logits, load_model("run", "cpu")(ids))
+        torch.testing.assert_close(hf_model(ids).logits, load_model("run", "cpu")(ids))
 
 
 def test_a_model_sees_the_beginning_of_a_text_that_its_tokenizer_adds(
@@ -99,35 +99,35 @@ def test_a_model_sees_the_beginning_of_a_text_that_its_tokenizer_adds(
 ) -> None:
     """In training, in samples, and in `instar.evaluate`; the run and its export keep the ends of documents."""
     monkeypatch.chdir(write_place("gemma2", tmp_path))
-    vocabulary = write_tokenizer("gemma2", kept := Path("other")).get_vocab()
+    vocabulary = write_tokenizer("gemma2", tokenizer_dir := Path("other")).get_vocab()
     rows = json.loads(Path("model/config.json").read_text())
     sizes = {**rows, "vocab_size": len(vocabulary), "eos_token_id": 1, "bos_token_id": 2}
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes)).save_pretrained("model")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(kept / name, "model")
+        shutil.copy(tokenizer_dir / name, "model")
     assert train("run", "train.until=1it") == 0
-    theirs = AutoTokenizer.from_pretrained("other")
-    ids = theirs("12 squared")["input_ids"]
-    assert ids[0] == theirs.bos_token_id
+    hf_tokenizer = AutoTokenizer.from_pretrained("other")
+    ids = hf_tokenizer("12 squared")["input_ids"]
+    assert ids[0] == hf_tokenizer.bos_token_id
     assert load_tokenizer("run").encode("12 squared").tolist() == ids
     assert load_tokenizer("run").end_token == "<eos>"
-    found = evaluate("run", "12 squared", "cpu")
-    assert (found.tokens, found.bits_per_byte) == (len(ids) - 1, None)
+    evaluation = evaluate("run", "12 squared", "cpu")
+    assert (evaluation.tokens, evaluation.bits_per_byte) == (len(ids) - 1, None)
     model = load_model("run", "cpu")
     with torch.no_grad():
         losses = torch.nn.functional.cross_entropy(
             model(torch.tensor([ids]))[0, :-1], torch.tensor(ids[1:])
         )
-    assert found.loss == pytest.approx(losses.item(), rel=1e-5)
+    assert evaluation.loss == pytest.approx(losses.item(), rel=1e-5)
     capsys.readouterr()
-    asked = ["sample", "run", "--prompt", "12 sq", "--max-tokens", "4", "--temperature", "0"]
-    assert main(asked) == 0
-    told = capsys.readouterr().out
-    tokens = torch.tensor([theirs("12 sq")["input_ids"]])
+    command = ["sample", "run", "--prompt", "12 sq", "--max-tokens", "4", "--temperature", "0"]
+    assert main(command) == 0
+    output = capsys.readouterr().out
+    tokens = torch.tensor([hf_tokenizer("12 sq")["input_ids"]])
     for _ in range(4):
         with torch.no_grad():
             tokens = torch.cat((tokens, model(tokens)[:, -1:].argmax(-1)), 1)
-    assert told == theirs.decode(tokens[0, 1:]) + "\n"
+    assert output == hf_tokenizer.decode(tokens[0, 1:]) + "\n"
 
 
 def test_two_ranks_are_the_same_run(tmp_path: Path) -> None:
@@ -180,15 +180,17 @@ def test_conversations_are_learned_resumed_answered_and_exported(
     assert weights(Path("half"), 12) == weights(Path("whole"), 12)
 
     capsys.readouterr()
-    asked = ["sample", "half", "--chat", "--prompt", "7 squared", "--temperature", "0"]
-    assert main(asked) == 0
+    command = ["sample", "half", "--chat", "--prompt", "7 squared", "--temperature", "0"]
+    assert main(command) == 0
     assert capsys.readouterr().out == "is cubed\n"
     assert main(["checkpoint", "export", "half", "tuned", "--to", "hf"]) == 0
     tokenizer = AutoTokenizer.from_pretrained("tuned")
-    said = [{"role": "user", "content": "7 squared"}]
-    prompt = tokenizer.apply_chat_template(said, add_generation_prompt=True, return_tensors="pt")
-    found = AutoModelForCausalLM.from_pretrained("tuned").generate(**prompt, max_new_tokens=20)
-    assert tokenizer.decode(found[0]) == "<7 squared<|end|>>is cubed<|end|>"
+    messages = [{"role": "user", "content": "7 squared"}]
+    prompt = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt"
+    )
+    generation = AutoModelForCausalLM.from_pretrained("tuned").generate(**prompt, max_new_tokens=20)
+    assert tokenizer.decode(generation[0]) == "<7 squared<|end|>>is cubed<|end|>"
 
 
 def test_adapters_train_grow_resume_and_are_merged_in_exports(
@@ -208,17 +210,17 @@ def test_adapters_train_grow_resume_and_are_merged_in_exports(
     assert weights(Path("half"), 12) == weights(Path("whole"), 12)
     before = AutoModelForCausalLM.from_pretrained("model").state_dict()
     after = load_file("whole/checkpoints/step-12/model.safetensors")
-    kept = before["model.layers.0.self_attn.q_proj.weight"]
-    torch.testing.assert_close(after["blocks.0.self_attn.q_proj.weight"], kept, rtol=0, atol=0)
+    original = before["model.layers.0.self_attn.q_proj.weight"]
+    torch.testing.assert_close(after["blocks.0.self_attn.q_proj.weight"], original, rtol=0, atol=0)
     factors = {name: after[name] for name in after if name.endswith("lora_b")}
     assert len(factors) == 4 * 4
-    assert all(each.shape[1] == 4 and each.any() for each in factors.values())
+    assert all(factor.shape[1] == 4 and factor.any() for factor in factors.values())
 
     assert main(["checkpoint", "export", "whole", "tuned", "--to", "hf"]) == 0
     ids = torch.arange(24)[None] * 7
-    theirs = AutoModelForCausalLM.from_pretrained("tuned").eval()
+    hf_model = AutoModelForCausalLM.from_pretrained("tuned").eval()
     with torch.no_grad():
-        torch.testing.assert_close(theirs(ids).logits, load_model("whole", "cpu")(ids))
+        torch.testing.assert_close(hf_model(ids).logits, load_model("whole", "cpu")(ids))
     # whose adapters the next run goes on with
     assert train("next", "model.from=whole", "train.until=1it") == 0
     losses = [event["loss"] for event in events(Path("whole"), "eval")]

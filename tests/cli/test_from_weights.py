@@ -39,21 +39,21 @@ def val_losses(run: Path) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"place": tmp_path_factory.mktemp("trained")}
 
 
 @pytest.fixture
-def first(instar: Instar, place: Path, trained: dict[str, Path]) -> Path:
+def first(instar: Instar, place: Path, cache: dict[str, Path]) -> Path:
     """A run of a GPT-2, and the folder that it was exported to; made once."""
-    made = trained["place"]
-    if not (made / "hf").exists():
+    cached_dir = cache["place"]
+    if not (cached_dir / "hf").exists():
         instar("train", "tiny.yaml", "--set", "record.run_dir=first", "--set", "preset=gpt2")
         instar("checkpoint", "export", "first", "hf", "--to", "hf")
         for name in ("first", "hf"):
-            shutil.copytree(place / name, made / name)
+            shutil.copytree(place / name, cached_dir / name)
     else:
-        shutil.copytree(made, place, dirs_exist_ok=True)
+        shutil.copytree(cached_dir, place, dirs_exist_ok=True)
     (place / "tune.yaml").write_text(TUNE)
     return place / "first"
 
@@ -65,23 +65,23 @@ def test_a_hugging_face_folder_is_tuned_stopped_resumed_and_tested(
     assert "GPT-2 of hf" in forecast
     assert "2 layers × 32 wide" in forecast
     instar("train", "tune.yaml")
-    tuned = place / "tuned"
-    config = (tuned / "run.yaml").read_text()
+    tuned_run = place / "tuned"
+    config = (tuned_run / "run.yaml").read_text()
     assert re.search(r"  from: hf +# tune.yaml:1:9", config)
     assert re.search(r"n_layer: 2 +# from hf", config)
     assert re.search(r"tokenizer: hf/tokenizer.json +# from hf", config)
     # the same text, cut and tokenised alike: it begins where the other ended
-    assert val_losses(tuned)[0] == pytest.approx(val_losses(first)[-1], abs=1e-4)
+    assert val_losses(tuned_run)[0] == pytest.approx(val_losses(first)[-1], abs=1e-4)
     shutil.rmtree(place / "hf")
     shutil.rmtree(first)
     instar("resume", "tuned", "--until", "6it")
     instar("train", "tune.yaml", "--resume", "tuned", "--until", "8it")  # whose `from` is gone, too
     instar("train", "tune.yaml", "--set", "resume=auto", "--until", "9it")
-    assert [event["step"] for event in events(tuned, "checkpoint")] == [4, 6, 8, 9]
+    assert [event["step"] for event in events(tuned_run, "checkpoint")] == [4, 6, 8, 9]
     instar("test", "tuned", "--from", "latest")
-    tested = json.loads((tuned / "test/result.json").read_bytes())
-    assert tested["step"] == 9
-    assert tested["metrics"].keys() == {"loss", "perplexity"}  # of words, bytes are not known
+    test_result = json.loads((tuned_run / "test/result.json").read_bytes())
+    assert test_result["step"] == 9
+    assert test_result["metrics"].keys() == {"loss", "perplexity"}  # of words, bytes are not known
     assert instar("sample", "tuned", "--prompt", "1 sq", "--tokens", "5").stdout.startswith("1 sq")
 
 
@@ -93,32 +93,32 @@ def test_ranks_and_growth_start_from_a_run(
     sets = ("--set", grow, "--set", "train.ema=0.5", "--set", "parallel.strategy=fsdp")
     ranks = Place(place, forks).instar("train", "tune.yaml", *sets, ranks=2)
     assert codes(ranks) == [0, 0], output_of(ranks)
-    tuned = place / "tuned"
-    assert "from: first/checkpoints/step-8" in (tuned / "run.yaml").read_text()
-    assert "tokenizer: first/tokenizer.json" in (tuned / "run.yaml").read_text()
-    assert val_losses(tuned)[0] == pytest.approx(val_losses(first)[-1], abs=1e-4)
+    tuned_run = place / "tuned"
+    assert "from: first/checkpoints/step-8" in (tuned_run / "run.yaml").read_text()
+    assert "tokenizer: first/tokenizer.json" in (tuned_run / "run.yaml").read_text()
+    assert val_losses(tuned_run)[0] == pytest.approx(val_losses(first)[-1], abs=1e-4)
     # a grown model with a moving average, of which the next run takes the latter
     instar("train", "tune.yaml", "--set", "model.from=tuned", "--set", "record.run_dir=more")
-    begun = json.loads((place / "more/checkpoints/step-4/manifest.json").read_bytes())
-    assert begun["architecture"]["n_mlp"] == 256
-    assert val_losses(place / "more")[0] == pytest.approx(val_losses(tuned)[-1], abs=1e-4)
+    manifest = json.loads((place / "more/checkpoints/step-4/manifest.json").read_bytes())
+    assert manifest["architecture"]["n_mlp"] == 256
+    assert val_losses(place / "more")[0] == pytest.approx(val_losses(tuned_run)[-1], abs=1e-4)
 
 
 @pytest.mark.usefixtures("first")
 def test_samples_are_of_their_seed_and_end_before_a_stop(instar: Instar) -> None:
-    def sampled(*options: str) -> str:
+    def sample_text(*options: str) -> str:
         return instar("sample", "first", "--prompt", "1 sq", "--max-tokens", "40", *options).stdout
 
-    whole = sampled("--top-p", "0.9", "--seed", "3")
-    assert whole.startswith("1 sq")
-    assert len(whole) >= 4 + 40 + 1
-    both = sampled("--top-p", "0.9", "--seed", "3", "--num", "2")
-    assert both.startswith(f"{whole}────────\n1 sq")
-    assert len(both) > 2 * len(whole)
-    stop = whole[20:23]
-    ended = sampled("--top-p", "0.9", "--seed", "3", "--stop", "never", "--stop", stop)
-    assert ended == whole[: whole.index(stop, 4)] + "\n"
-    assert sampled("--seed", "4") != sampled("--seed", "5")
+    text = sample_text("--top-p", "0.9", "--seed", "3")
+    assert text.startswith("1 sq")
+    assert len(text) >= 4 + 40 + 1
+    two_texts = sample_text("--top-p", "0.9", "--seed", "3", "--num", "2")
+    assert two_texts.startswith(f"{text}────────\n1 sq")
+    assert len(two_texts) > 2 * len(text)
+    stop = text[20:23]
+    stopped_text = sample_text("--top-p", "0.9", "--seed", "3", "--stop", "never", "--stop", stop)
+    assert stopped_text == text[: text.index(stop, 4)] + "\n"
+    assert sample_text("--seed", "4") != sample_text("--seed", "5")
 
 
 TASK = """
@@ -152,11 +152,11 @@ def test_a_custom_task_starts_from_its_own_runs(instar: Instar, place: Path) -> 
     instar("train", *options, "--set", "record.run_dir=two", "--set", "model.from=one")
     assert "width: 8" in (place / "two/run.yaml").read_text()
     assert val_losses(place / "two")[0] == pytest.approx(val_losses(place / "one")[-1], rel=1e-5)
-    saved = load_file(place / "two/checkpoints/step-6/model.safetensors")
-    assert saved["1.num_batches_tracked"] == 12
+    weights = load_file(place / "two/checkpoints/step-6/model.safetensors")
+    assert weights["1.num_batches_tracked"] == 12
     wrong = ("--set", "model.from=one", "--set", "model.width=4")
-    refused = instar("train", *options, *wrong, code=2).stderr
-    assert "model.width is 4, but step 6 of one has 8" in refused
+    error = instar("train", *options, *wrong, code=2).stderr
+    assert "model.width is 4, but step 6 of one has 8" in error
     language = instar("train", "--set", "model.from=one", code=2).stderr
     assert "step 6 of one is of task lines:Lines, not of language" in language
 
@@ -167,12 +167,12 @@ def test_what_does_not_fit_is_told_with_its_line(instar: Instar, place: Path) ->
         "model:\n  from: hf\n  n_layer: 3\n  dropout: 0.5\n  context: 8\n"
         "data: {tokenizer: byte, source: squares.txt}\n"
     )
-    told = instar("train", "tune.yaml", code=2).stderr
-    assert "tune.yaml:3:12: model.n_layer is 3, but GPT-2 of hf has 2" in told
-    assert "tune.yaml:6:19: data.tokenizer byte has another vocabulary than GPT-2 of hf" in told
-    assert "dropout" not in told
-    assert "context" not in told
-    assert "2 errors" in told
+    output = instar("train", "tune.yaml", code=2).stderr
+    assert "tune.yaml:3:12: model.n_layer is 3, but GPT-2 of hf has 2" in output
+    assert "tune.yaml:6:19: data.tokenizer byte has another vocabulary than GPT-2 of hf" in output
+    assert "dropout" not in output
+    assert "context" not in output
+    assert "2 errors" in output
     for text, message in {
         "gpt2": "hf download",
         "hf/config.json": "no folder",
@@ -180,9 +180,9 @@ def test_what_does_not_fit_is_told_with_its_line(instar: Instar, place: Path) ->
         ".": "has no config.json",
         "first/checkpoints/step-9": "existing checkpoints",
     }.items():
-        found = instar("train", "--set", f"model.from={text}", code=2).stderr
-        assert message in found
-        assert f"--set model.from={text}" in found
+        error = instar("train", "--set", f"model.from={text}", code=2).stderr
+        assert message in error
+        assert f"--set model.from={text}" in error
     (place / "hf" / "tokenizer.json").unlink()
     assert "no tokenizer.json" in instar("train", "--set", "model.from=hf", code=2).stderr
 
@@ -193,14 +193,14 @@ def test_code_and_damage_are_refused(instar: Instar, place: Path, first: Path) -
     config.write_text(json.dumps(shape | {"auto_map": {"AutoModel": "evil.Model"}}))
     assert "which is not run" in instar("train", "tune.yaml", code=2).stderr
     config.write_text(json.dumps(shape | {"n_inner": 64}))
-    refused = instar("train", "tune.yaml", code=3).stderr
-    assert "config.json says" in refused
+    error = instar("train", "tune.yaml", code=3).stderr
+    assert "config.json says" in error
     file = first / "checkpoints/step-8/model.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    refused = instar("train", "tune.yaml", "--set", "model.from=first", code=3).stderr
-    assert "content has changed" in refused
+    error = instar("train", "tune.yaml", "--set", "model.from=first", code=3).stderr
+    assert "content has changed" in error
     assert not (place / "tuned").exists()
 
 

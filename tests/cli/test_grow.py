@@ -57,7 +57,7 @@ def content(run: Path, step: int) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Path:
+def trained_place(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Path:
     """A folder with a run of 8 steps in it, saved every 2."""
     place = tmp_path_factory.mktemp("trained")
     (place / "squares.txt").write_text(TEXT)
@@ -75,11 +75,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Path:
 
 
 @pytest.fixture
-def place(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(trained_place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with a copy of that run."""
-    copied = Path(shutil.copytree(trained, tmp_path / "place"))
-    monkeypatch.chdir(copied)
-    return copied
+    copy = Path(shutil.copytree(trained_place, tmp_path / "place"))
+    monkeypatch.chdir(copy)
+    return copy
 
 
 def test_offline_growth_is_live_growth_tensor_for_tensor(instar: Instar, place: Path) -> None:
@@ -97,32 +97,32 @@ def test_offline_growth_is_live_growth_tensor_for_tensor(instar: Instar, place: 
 def test_it_says_what_it_made_and_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["grow", "run", "grown", *OPERATIONS, "--check"]) == 0
 
-    said = capsys.readouterr()
-    assert said.out == "grown\n"
-    told = said.err.splitlines()
-    assert [line.split("  ")[0] for line in told[:3]] == [
+    output = capsys.readouterr()
+    assert output.out == "grown\n"
+    lines = output.err.splitlines()
+    assert [line.split("  ")[0] for line in lines[:3]] == [
         'widen_mlp "x2"',
         "insert_layers 1",
         "set_lr 0.0005",
     ]
-    assert "exact" in told[0]
-    assert told[3].startswith("checked on random tokens: max |Δlogit| ")
-    assert told[-1] == "next: instar resume grown"
+    assert "exact" in lines[0]
+    assert lines[3].startswith("checked on random tokens: max |Δlogit| ")
+    assert lines[-1] == "next: instar resume grown"
 
 
 @pytest.mark.usefixtures("place")
 def test_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["grow", "run", "grown", *OPERATIONS, "--check", "--json"]) == 0
 
-    said = json.loads(capsys.readouterr().out)
-    assert said["path"] == "grown/checkpoints/step-8"
-    assert [stage["label"] for stage in said["stages"]] == ["exact", "exact", None]
-    assert said["parameters_before"] < said["stages"][0]["parameters"]
-    assert said["proof"]["holds"] is True
+    result = json.loads(capsys.readouterr().out)
+    assert result["path"] == "grown/checkpoints/step-8"
+    assert [stage["label"] for stage in result["stages"]] == ["exact", "exact", None]
+    assert result["parameters_before"] < result["stages"][0]["parameters"]
+    assert result["proof"]["holds"] is True
 
 
 @pytest.mark.parametrize(
-    ("operation", "said"),
+    ("operation", "message"),
     [
         ("widen_mlp=16", "only grows"),
         ("widen_mpl=256", "did you mean 'widen_mlp'"),
@@ -131,16 +131,16 @@ def test_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_an_operation_that_cannot_be_is_a_mistake_of_the_caller(
-    operation: str, said: str, place: Path, capsys: pytest.CaptureFixture[str]
+    operation: str, message: str, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["grow", "run", "grown", "--op", operation]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (place / "grown").exists()
 
 
 @pytest.mark.usefixtures("place")
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("walk", "grown"), "Give a checkpoint's folder"),
         (("run", "run"), "run is not empty"),
@@ -148,10 +148,10 @@ def test_an_operation_that_cannot_be_is_a_mistake_of_the_caller(
     ],
 )
 def test_what_is_no_checkpoint_and_what_is_no_new_folder(
-    words: tuple[str, str], said: str, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["grow", *words, *OPERATIONS]) == 3
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_an_imported_model_grows_before_its_first_step(instar: Instar, place: Path) -> None:
@@ -186,19 +186,19 @@ def test_what_is_no_operation(text: str) -> None:
         typed_operation(text)
 
 
-def analyzed(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+def analyze(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     capsys.readouterr()
     assert main(["checkpoint", "analyze", *words, "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+    analysis: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return analysis
 
 
 def test_analysis_looks_at_the_data_and_at_the_checkpoint_before(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    latest = analyzed(capsys, "run")
-    first = analyzed(capsys, "run/checkpoints/step-2")
-    whole = analyzed(capsys, "run", "--against", "run/checkpoints/step-2")
+    latest = analyze(capsys, "run")
+    first = analyze(capsys, "run/checkpoints/step-2")
+    since_first = analyze(capsys, "run", "--against", "run/checkpoints/step-2")
 
     assert Path(latest["against"]).name == "step-6"
     assert first["against"] is None
@@ -206,18 +206,19 @@ def test_analysis_looks_at_the_data_and_at_the_checkpoint_before(
     assert len(latest["ranks"]) == 12
     assert latest["left_out"] == []
     one, three = (
-        {change["name"]: change for change in found["changes"]} for found in (latest, whole)
+        {change["name"]: change for change in analysis["changes"]}
+        for analysis in (latest, since_first)
     )
     name = "blocks.0.mlp.up.weight"
     assert 0 < one[name]["relative"] < three[name]["relative"]
     assert three[name]["relative_per_step"] == pytest.approx(three[name]["relative"] / 6)
 
     shutil.rmtree(place / "tokens")
-    assert analyzed(capsys, "run")["heads"] == []
+    assert analyze(capsys, "run")["heads"] == []
     assert main(["checkpoint", "analyze", "run"]) == 0
-    said = capsys.readouterr().out
-    assert "rank at 90%" in said
-    assert "left out: attention: " in said
+    output = capsys.readouterr().out
+    assert "rank at 90%" in output
+    assert "left out: attention: " in output
 
 
 @pytest.mark.usefixtures("place")
@@ -226,5 +227,5 @@ def test_a_grown_vocabulary_writes_only_what_its_tokenizer_can_read(instar: Inst
     byte = ("--set", "data.tokenizer=byte", "--set", "data.path=bytes")
     instar("train", "tiny.yaml", *COURSE, *byte, "--set", "record.run_dir=bytes-run")
     assert main(["grow", "bytes-run", "larger", "--op", "resize_vocab=2000"]) == 0
-    done = instar("sample", "larger", "--tokens", "60", "--temperature", "9", "--top-k", "2000")
-    assert done.stdout
+    result = instar("sample", "larger", "--tokens", "60", "--temperature", "9", "--top-k", "2000")
+    assert result.stdout

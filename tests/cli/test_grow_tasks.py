@@ -74,7 +74,7 @@ MARKS = {"graph": [needs("graphs")]}
 @pytest.fixture(
     scope="module", params=[pytest.param(n, marks=MARKS.get(n, [])) for n in CASES], ids=str
 )
-def trained(
+def trained_case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Case, Path]:
     """A folder with two runs: `run`, of 8 steps, and `live`, which grew after 8 of its 12."""
@@ -92,11 +92,11 @@ def trained(
 
 
 @pytest.fixture
-def case(trained: tuple[Case, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Case:
+def case(trained_case: tuple[Case, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Case:
     """The case, in a working directory with a copy of its runs."""
-    found, folder = trained
+    growth_case, folder = trained_case
     monkeypatch.chdir(shutil.copytree(folder, tmp_path / "place"))
-    return found
+    return growth_case
 
 
 def tensors(run: str, step: int) -> dict[str, dict[str, Any]]:
@@ -110,7 +110,7 @@ def tensors(run: str, step: int) -> dict[str, dict[str, Any]]:
 
 
 def operations(case: Case) -> list[str]:
-    return [word for each in case.operations for word in ("--op", each)]
+    return [word for operation in case.operations for word in ("--op", operation)]
 
 
 def test_offline_growth_equals_live_growth(case: Case) -> None:
@@ -128,9 +128,9 @@ def test_growth_is_checked_on_held_out_samples(
     case: Case, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["grow", "run", "grown", *operations(case), "--check", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["checked_on"] == "held-out samples"
-    assert said["proof"]["holds"] is True
+    result = json.loads(capsys.readouterr().out)
+    assert result["checked_on"] == "held-out samples"
+    assert result["proof"]["holds"] is True
 
 
 def test_a_model_whose_outputs_are_no_tensor_needs_outputs(
@@ -155,12 +155,12 @@ def test_an_operation_that_the_model_lacks_is_refused(capsys: pytest.CaptureFixt
 
 def test_inspect_shows_the_architecture(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "inspect", "live", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    saved = load_file("live/checkpoints/step-12/model.safetensors")
-    trained = [t for name, t in saved.items() if name not in said["buffers"]]
-    assert said["parameters"] == sum(t.numel() for t in trained)
-    names = [entry["operation"]["name"] for entry in said["history"]]
-    assert names == [each.partition("=")[0] for each in case.operations]
+    facts = json.loads(capsys.readouterr().out)
+    weights = load_file("live/checkpoints/step-12/model.safetensors")
+    parameters = [t for name, t in weights.items() if name not in facts["buffers"]]
+    assert facts["parameters"] == sum(t.numel() for t in parameters)
+    names = [entry["operation"]["name"] for entry in facts["history"]]
+    assert names == [operation.partition("=")[0] for operation in case.operations]
     assert main(["checkpoint", "inspect", "live"]) == 0
     assert names[0] in capsys.readouterr().out
 
@@ -168,23 +168,23 @@ def test_inspect_shows_the_architecture(case: Case, capsys: pytest.CaptureFixtur
 def test_analyze_reports_ranks_and_change_and_runs_no_code(
     case: Case, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(name: str) -> None:
+    def refuse(name: str) -> None:
         raise AssertionError(f"{name} was imported")
 
-    monkeypatch.setattr("instar.config.fields.custom_task_class", refused)
+    monkeypatch.setattr("instar.config.fields.custom_task_class", refuse)
     assert main(["checkpoint", "analyze", "run", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    saved = load_file("run/checkpoints/step-8/ema.safetensors")
-    assert {rank["name"] for rank in found["ranks"]} == {
-        name.removesuffix(".weight") for name, tensor in saved.items() if tensor.ndim > 1
+    analysis = json.loads(capsys.readouterr().out)
+    weights = load_file("run/checkpoints/step-8/ema.safetensors")
+    assert {rank["name"] for rank in analysis["ranks"]} == {
+        name.removesuffix(".weight") for name, tensor in weights.items() if tensor.ndim > 1
     }
-    assert all(0 < rank["effective"][0] <= rank["full"] for rank in found["ranks"])
-    assert Path(found["against"]).name in {"step-4", "step-5", "step-6", "step-7"}
-    assert {change["name"] for change in found["changes"]} == set(saved)
-    still = {change["name"] for change in found["changes"] if not change["relative"]}
-    assert still == set(case.frozen)
-    assert any("no causal attention" in reason for reason in found["left_out"])
-    assert not found["suggestions"]
+    assert all(0 < rank["effective"][0] <= rank["full"] for rank in analysis["ranks"])
+    assert Path(analysis["against"]).name in {"step-4", "step-5", "step-6", "step-7"}
+    assert {change["name"] for change in analysis["changes"]} == set(weights)
+    unchanged_names = {change["name"] for change in analysis["changes"] if not change["relative"]}
+    assert unchanged_names == set(case.frozen)
+    assert any("no causal attention" in reason for reason in analysis["left_out"])
+    assert not analysis["suggestions"]
     assert main(["checkpoint", "analyze", "run"]) == 0
     assert "rank at 90%" in capsys.readouterr().out
 

@@ -42,8 +42,10 @@ def modules_after(*args: str) -> set[str]:
         f"main({list(args)!r})\n"
         "print(json.dumps(sorted(sys.modules)))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return set(json.loads(done.stdout.splitlines()[-1]))
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    return set(json.loads(process.stdout.splitlines()[-1]))
 
 
 @pytest.mark.parametrize(
@@ -78,21 +80,23 @@ def test_help_of_a_group_leaves_out_what_only_programs_call(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     main(["fleet", "--help"])
-    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line[2:].strip()]
-    assert "up" in listed
-    assert "host" not in listed
+    command_names = [
+        line.split()[0] for line in capsys.readouterr().out.splitlines() if line[2:].strip()
+    ]
+    assert "up" in command_names
+    assert "host" not in command_names
 
 
 def test_help_lists_every_command_without_importing_it() -> None:
-    done = instar("--help")
-    assert done.returncode == 0
+    process = instar("--help")
+    assert process.returncode == 0
     commands = extend_commands(COMMANDS)
     for name, (_, about) in commands.items():
-        assert name in done.stdout
-        assert about in done.stdout
+        assert name in process.stdout
+        assert about in process.stdout
     # the module of `completion` also completes the options of all others
-    loaded = modules_after("--help") - {"instar.cli.completion"}
-    assert loaded.isdisjoint(target.partition(":")[0] for target, _ in commands.values())
+    modules = modules_after("--help") - {"instar.cli.completion"}
+    assert modules.isdisjoint(target.partition(":")[0] for target, _ in commands.values())
 
 
 def test_the_work_of_each_command_exists() -> None:
@@ -106,7 +110,7 @@ def test_version() -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         (["trian"], "No such command 'trian'. Did you mean 'train'?"),
         (["--verison"], "--version"),
@@ -115,42 +119,42 @@ def test_version() -> None:
         (["config", "validate"], "Missing argument 'CFG'"),
     ],
 )
-def test_usage_errors_end_in_2_with_a_suggestion(args: list[str], said: str) -> None:
-    done = instar(*args)
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert done.stdout == ""
-    assert "Traceback" not in done.stderr
+def test_usage_errors_end_in_2_with_a_suggestion(args: list[str], message: str) -> None:
+    process = instar(*args)
+    assert process.returncode == 2
+    assert message in process.stderr
+    assert process.stdout == ""
+    assert "Traceback" not in process.stderr
 
 
 def test_a_config_error_is_told_without_a_traceback() -> None:
-    done = instar("config", "validate", "none.yaml")
-    assert done.returncode == 2
-    assert done.stderr.startswith("none.yaml: no such file")
-    assert done.stdout == ""
-    assert "Traceback" not in done.stderr
+    process = instar("config", "validate", "none.yaml")
+    assert process.returncode == 2
+    assert process.stderr.startswith("none.yaml: no such file")
+    assert process.stdout == ""
+    assert "Traceback" not in process.stderr
 
 
-@pytest.mark.parametrize("closed", ["<&-", "2>&-", "<&- >&-"])
-def test_closed_streams_do_not_matter(closed: str) -> None:
-    line = f'"{sys.executable}" -m instar.cli.main config schema model {closed}'
-    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
-    assert done.returncode == 0
-    assert done.stderr == ""
+@pytest.mark.parametrize("redirection", ["<&-", "2>&-", "<&- >&-"])
+def test_closed_streams_do_not_matter(redirection: str) -> None:
+    line = f'"{sys.executable}" -m instar.cli.main config schema model {redirection}'
+    process = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+    assert process.returncode == 0
+    assert process.stderr == ""
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:
     line = f'"{sys.executable}" -m instar.cli.main config schema --json; echo $? >&2'
-    gone, here = os.pipe()
-    os.close(gone)
-    with os.fdopen(here, "w") as stdout:
-        done = subprocess.run(
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with os.fdopen(write_end, "w") as stdout:
+        process = subprocess.run(
             ["bash", "-c", line], stdout=stdout, stderr=subprocess.PIPE, text=True, check=False
         )
-    assert done.stderr == "141\n"
+    assert process.stderr == "141\n"
 
 
-def run_main_with(raised: str) -> subprocess.CompletedProcess[str]:
+def run_main_with(statement: str) -> subprocess.CompletedProcess[str]:
     """Run `main` where the command `config` raises what is given."""
     code = (
         "import sys, click\n"
@@ -158,7 +162,7 @@ def run_main_with(raised: str) -> subprocess.CompletedProcess[str]:
         "from instar.config.errors import ConfigError, InstarError\n"
         "class RunFailed(InstarError): exit_code = 4\n"
         "@click.command()\n"
-        f"def config(): {raised}\n"
+        f"def config(): {statement}\n"
         "room.config = config\n"
         "sys.exit(main.main(['config']))\n"
     )
@@ -166,7 +170,7 @@ def run_main_with(raised: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("raised", "code", "said"),
+    ("statement", "code", "message"),
     [
         ("raise RunFailed('rank 1 failed at step 7')", 4, "rank 1 failed at step 7\n"),
         ("raise KeyboardInterrupt", 130, ""),
@@ -177,20 +181,20 @@ def run_main_with(raised: str) -> subprocess.CompletedProcess[str]:
         ("raise ConfigError.of('bad')", 2, "bad\n1 error. Nothing was started.\n"),
     ],
 )
-def test_every_end_has_its_exit_code(raised: str, code: int, said: str) -> None:
-    done = run_main_with(raised)
-    assert (done.returncode, done.stderr) == (code, said)
+def test_every_end_has_its_exit_code(statement: str, code: int, message: str) -> None:
+    process = run_main_with(statement)
+    assert (process.returncode, process.stderr) == (code, message)
 
 
 def test_an_unforeseen_error_keeps_its_traceback() -> None:
-    done = run_main_with("raise ZeroDivisionError('a bug')")
-    assert done.returncode == 1
-    assert "Traceback" in done.stderr
+    process = run_main_with("raise ZeroDivisionError('a bug')")
+    assert process.returncode == 1
+    assert "Traceback" in process.stderr
 
 
 def test_shells_can_complete() -> None:
-    done = instar(_INSTAR_COMPLETE="bash_complete", COMP_WORDS="instar co", COMP_CWORD="1")
-    assert done.stdout == "plain,control\nplain,config\nplain,completion\n"
+    process = instar(_INSTAR_COMPLETE="bash_complete", COMP_WORDS="instar co", COMP_CWORD="1")
+    assert process.stdout == "plain,control\nplain,config\nplain,completion\n"
 
 
 @pytest.mark.parametrize(
@@ -210,7 +214,7 @@ def test_shells_can_complete() -> None:
         (["train", "--set", "task=mine.py:Mine"], "did you mean 'mine:Mine'?"),
         (["train", "--schedule", "growing.yml"], "did you mean 'growing.yaml'?"),
     ],
-    ids=lambda each: " ".join(each) if isinstance(each, list) else "",
+    ids=lambda argument: " ".join(argument) if isinstance(argument, list) else "",
 )
 def test_what_was_meant_is_suggested(
     words: list[str],

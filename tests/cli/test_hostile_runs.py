@@ -67,7 +67,7 @@ SHOWN = r"\u001b]0;pwned\u0007\u001b[2J\u009b31m\u202egnp.exe"
 def test_what_would_act_on_a_terminal_is_shown_as_text(tmp_path: Path) -> None:
     """In names, messages, metrics, texts, configs, logs and tags of a run, on a real terminal."""
     run = write_run(tmp_path / "runs" / "theirs", {10: 2.0, 20: 1.0})
-    mine = write_run(tmp_path / "runs" / "mine", {10: 2.0, 20: 1.0})
+    own_run = write_run(tmp_path / "runs" / "mine", {10: 2.0, 20: 1.0})
     place = {"step": 21, "samples": 1, "tokens": 1}
     with Recorder(run.events) as record:
         record.write(RunStarted(run_id=ESCAPES, step=20, model=ESCAPES, devices=ESCAPES))
@@ -77,42 +77,42 @@ def test_what_would_act_on_a_terminal_is_shown_as_text(tmp_path: Path) -> None:
         record.write(
             OperationEvent(name=ESCAPES, verb="GROW", change=ESCAPES, reason=ESCAPES, **place)
         )
-        asked = {"id": ESCAPES, "by": ESCAPES, "operation": ESCAPES, "reason": ESCAPES}
-        record.write(Asked(outcome="refused", value=ESCAPES, **asked, **place))
+        request = {"id": ESCAPES, "by": ESCAPES, "operation": ESCAPES, "reason": ESCAPES}
+        record.write(Asked(outcome="refused", value=ESCAPES, **request, **place))
         record.write(Failed(message=ESCAPES, rank=0, step=21))
     run.log(0).write_text(f"[RANK 0] 2026-01-01 00:00:00 ERROR: {ESCAPES}\n")
-    escaped = ESCAPES.encode().decode("latin-1").encode("unicode_escape").decode()
-    run.config.write_text(f'name: "{escaped}"\nseed: 3\n')
+    escaped_text = ESCAPES.encode().decode("latin-1").encode("unicode_escape").decode()
+    run.config.write_text(f'name: "{escaped_text}"\nseed: 3\n')
     run.path.rename(run.path.with_name(f"theirs{ESCAPES}"))
-    theirs = f"runs/theirs{ESCAPES}"
+    run_path = f"runs/theirs{ESCAPES}"
     lines = [
         ["logs", "list"],
-        ["logs", "summary", theirs],
-        ["logs", "events", theirs],
-        ["logs", "tail", theirs],
-        ["logs", "tail", theirs, "--rank", "0"],
-        ["logs", "compare", str(mine.path), theirs],
-        ["logs", "plot", theirs, str(mine.path)],
-        ["logs", "plot", theirs, "--metrics", f"m{ESCAPES}"],
-        ["logs", "export", theirs, "--to", "jsonl"],
-        ["logs", "export", theirs, "--to", "csv"],
-        ["control", theirs, "status"],
-        ["config", "show", f"{theirs}/run.yaml"],
-        ["checkpoint", "verify", theirs],
+        ["logs", "summary", run_path],
+        ["logs", "events", run_path],
+        ["logs", "tail", run_path],
+        ["logs", "tail", run_path, "--rank", "0"],
+        ["logs", "compare", str(own_run.path), run_path],
+        ["logs", "plot", run_path, str(own_run.path)],
+        ["logs", "plot", run_path, "--metrics", f"m{ESCAPES}"],
+        ["logs", "export", run_path, "--to", "jsonl"],
+        ["logs", "export", run_path, "--to", "csv"],
+        ["control", run_path, "status"],
+        ["config", "show", f"{run_path}/run.yaml"],
+        ["checkpoint", "verify", run_path],
         ["logs", "summary", ESCAPES],
     ]
-    shown = on_terminal(tmp_path, lines, environment(), forks().python, 200)
-    seen = 0
-    for argv, said in zip(lines, shown, strict=True):
-        colourless = re.sub(r"\x1b\[[0-9;]*m", "", said.out)
+    screens = on_terminal(tmp_path, lines, environment(), forks().python, 200)
+    count = 0
+    for argv, screen in zip(lines, screens, strict=True):
+        colourless = re.sub(r"\x1b\[[0-9;]*m", "", screen.out)
         acting = re.findall(
             r"[^\n\r\t -~\xa0-\u061b\u061d-\u200d\u2010-\u2027\u2030-\uffff]", colourless
         )
-        assert not [char for char in acting if char != "\u202f"], (argv, said.out)
+        assert not [char for char in acting if char != "\u202f"], (argv, screen.out)
         assert "\u202e" not in colourless, argv
         assert "\r" not in colourless.replace("\r\n", ""), argv
-        seen += SHOWN in "".join(colourless.split("\r\n"))
-    assert seen >= 8
+        count += SHOWN in "".join(colourless.split("\r\n"))
+    assert count >= 8
 
 
 @pytest.mark.timeout(300)
@@ -135,8 +135,8 @@ def test_integers_of_any_length_in_a_record_are_told_or_passed_over(
             file.write(f'{{"v":1,"time":1.0,{line}\n')
         words = ("summary --json", "summary", "events", "plot --format json", "tail")
         commands += [(tmp_path, ["logs", *word.split(), str(run.path)]) for word in words]
-    for (_, argv), said in zip(commands, run_commands(commands), strict=True):
-        assert said.code == 0, (argv, said.err)
+    for (_, argv), outcome in zip(commands, run_commands(commands), strict=True):
+        assert outcome.code == 0, (argv, outcome.err)
     if "board" not in built_in():
         return
     from dashboards import asking, serve_dashboard
@@ -147,20 +147,20 @@ def test_integers_of_any_length_in_a_record_are_told_or_passed_over(
                 assert client.get(f"/api/runs/run-{name}/{part}").status_code in (200, 422)
 
 
-@pytest.mark.parametrize("theirs", [True, False])
+@pytest.mark.parametrize("is_foreign", [True, False])
 def test_another_users_config_does_not_say_where_an_export_goes(
-    tmp_path: Path, theirs: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, is_foreign: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    elsewhere = tmp_path / "elsewhere"
+    other_dir = tmp_path / "elsewhere"
     run = write_run(
         tmp_path / "runs" / "theirs",
         {10: 2.0},
-        config={"record.trackers.tensorboard.dir": str(elsewhere)},
+        config={"record.trackers.tensorboard.dir": str(other_dir)},
     )
-    if theirs:
+    if is_foreign:
         monkeypatch.setattr(os, "geteuid", lambda: run.config.stat().st_uid + 1)
     assert main(["logs", "export", str(run.path), "--to", "tensorboard"]) == 0
-    assert elsewhere.exists() is not theirs
+    assert other_dir.exists() is not is_foreign
 
 
 def a_pipe(path: Path) -> None:
@@ -172,11 +172,11 @@ def an_endless_device(path: Path) -> None:
 
 
 def a_socket(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as made:
-        here = Path.cwd()
+    with socket.socket(socket.AF_UNIX) as listener:
+        working_directory = Path.cwd()
         os.chdir(path.parent)  # the name of a socket may not be long
-        made.bind(path.name)
-        os.chdir(here)
+        listener.bind(path.name)
+        os.chdir(working_directory)
 
 
 def a_link_to_a_secret(path: Path) -> None:
@@ -199,17 +199,17 @@ def test_no_file_of_a_run_stops_whoever_reads_it(
     for name in FILES:
         place = tmp_path / name.replace("/", "-")
         write_run(place / "runs" / "mine", {10: 2.0, 20: 1.0})
-        theirs = write_run(place / "runs" / "theirs", {10: 2.0, 20: 1.0})
-        theirs.log(0).write_text("[RANK 0] 2026-01-01 00:00:00 INFO: rank 0 of 1 on cpu\n")
-        (theirs.path / "test").mkdir()
-        (theirs.path / name).unlink(missing_ok=True)
-        make(theirs.path / name)
+        run = write_run(place / "runs" / "theirs", {10: 2.0, 20: 1.0})
+        run.log(0).write_text("[RANK 0] 2026-01-01 00:00:00 INFO: rank 0 of 1 on cpu\n")
+        (run.path / "test").mkdir()
+        (run.path / name).unlink(missing_ok=True)
+        make(run.path / name)
         commands += [(place, shlex.split(command)) for command in READING]
-    for (place, argv), said in zip(commands, run_commands(commands), strict=True):
-        shown = f"{place.name}: {argv}: {said.out}{said.err}"
-        assert said.code in (0, 2, 3, 4), shown
-        assert "Traceback" not in said.err, shown
+    for (place, argv), outcome in zip(commands, run_commands(commands), strict=True):
+        description = f"{place.name}: {argv}: {outcome.out}{outcome.err}"
+        assert outcome.code in (0, 2, 3, 4), description
+        assert "Traceback" not in outcome.err, description
         if argv[:2] != ["config", "show"]:  # which is given the link itself
-            assert "PRIVATE" not in said.out + said.err, shown
+            assert "PRIVATE" not in outcome.out + outcome.err, description
         if "theirs" not in " ".join(argv):
-            assert said.code == 0, shown
+            assert outcome.code == 0, description

@@ -48,7 +48,7 @@ def hole(path: Path, size: int = LARGE, begin: bytes = b"") -> None:
         file.truncate(len(begin) + size)
 
 
-def repeated(path: Path, line: bytes, times: int, begin: bytes = b"") -> None:
+def fill_file(path: Path, line: bytes, times: int, begin: bytes = b"") -> None:
     with path.open("wb") as file:
         file.write(begin)
         for _ in range(times // 100_000):
@@ -69,7 +69,7 @@ def tokenizer(place: Path) -> Sequence[str]:
 
 def lines(place: Path) -> list[str]:
     line = json.dumps({"text": "so it goes " * 10}) + "\n"
-    repeated(place / "text.jsonl", line.encode(), 5_000_000)
+    fill_file(place / "text.jsonl", line.encode(), 5_000_000)
     words = ["--source", "text.jsonl", "--tokenizer", "byte", "--path", "new"]
     return ["data", "prepare", *words, "--set"]
 
@@ -95,16 +95,16 @@ def checkpoint(place: Path) -> Path:
         manifest.files[file.name], size_bytes=file.stat().st_size, xxh3_128="0" * 32
     )
     files = manifest.files | {file.name: entry}
-    changed = msgspec.structs.replace(manifest, files=files)
-    (path / MANIFEST).write_bytes(encode_manifest(changed))
+    new_manifest = msgspec.structs.replace(manifest, files=files)
+    (path / MANIFEST).write_bytes(encode_manifest(new_manifest))
     return path
 
 
-def verified(place: Path) -> Sequence[str]:
+def verify_command(place: Path) -> Sequence[str]:
     return ["checkpoint", "verify", str(checkpoint(place))]
 
 
-def listed(place: Path) -> Sequence[str]:
+def list_command(place: Path) -> Sequence[str]:
     return ["checkpoint", "list", str(checkpoint(place).parents[1]), "--verify"]
 
 
@@ -115,24 +115,24 @@ def chain(place: Path) -> Sequence[str]:
     return ["delta", "create", "a.safetensors", "b.safetensors", "new"]
 
 
-def exported(place: Path) -> Sequence[str]:
+def export_command(place: Path) -> Sequence[str]:
     with writing(place / "run") as writer:
         writer.start()
         writer.train(1, 2.0)
     events = place / "run" / "events.jsonl"
     start, step = events.read_bytes().splitlines(keepends=True)
-    repeated(events, step, 5_000_000, begin=start)
+    fill_file(events, step, 5_000_000, begin=start)
     return ["logs", "export", "run", "--to", "csv", "-o", "new"]
 
 
 CASES: dict[str, tuple[Prepare, str]] = {
     "a tokenizer": (tokenizer, "training a tokenizer"),
-    "verify": (verified, "verifying"),
+    "verify": (verify_command, "verifying"),
     "rows": (rows, "downloading and converting"),
     "a stream": (stream, "counting lane"),
-    "list --verify": (listed, "verifying"),
+    "list --verify": (list_command, "verifying"),
     **({"deltas": (chain, "comparing")} if "delta" in built_in() else {}),
-    "export": (exported, "exporting|reading|writing"),
+    "export": (export_command, "exporting|reading|writing"),
     "tokens": (tokens, "tokenising"),
 }
 
@@ -142,12 +142,12 @@ def test_ctrl_c_is_heard_in_the_middle(case: str, tmp_path: Path) -> None:
     prepare, doing = CASES[case]
     argv = prepare(tmp_path)
     before = files(tmp_path)
-    code, seen, seconds = interrupted(argv, tmp_path, doing)
-    assert code == 130, seen
-    assert seconds < HEARD_S, seen
-    assert re.search(rf"interrupted while [^\r\n]*({doing})", seen), seen
-    assert "again" in seen or "go" in seen
-    assert "Traceback" not in seen
+    code, output, seconds = interrupt(argv, tmp_path, doing)
+    assert code == 130, output
+    assert seconds < HEARD_S, output
+    assert re.search(rf"interrupted while [^\r\n]*({doing})", output), output
+    assert "again" in output or "go" in output
+    assert "Traceback" not in output
     assert files(tmp_path) - before <= (
         {"new"} if case == "a stream" else set()
     )  # what a stream holds out is prepared before
@@ -162,19 +162,19 @@ LAUNCH = f"import instar; instar.launch('run.yaml', ['{FOREVER}'])"
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run of a tiny model, and its config."""
     place = tmp_path_factory.mktemp("trained")
     (place / "squares.txt").write_text(TEXT)
     (place / "run.yaml").write_text(CONFIG)
     words = ["train", "run.yaml", "--set", "record.run_dir=runs/tiny-kmn42"]
-    code, seen = run_on_terminal([forks().command, *words], place, environment(), 80)
-    assert code == 0, seen
+    code, output = run_on_terminal([forks().command, *words], place, environment(), 80)
+    assert code == 0, output
     return place
 
 
 @parametrize_first(
-    ("argv", "begun", "code", "told"),
+    ("argv", "pattern", "code", "message"),
     [
         (["sample", "tiny-kmn42", "--max-tokens", "1000000"], r"\w{9}", 130, ""),
         (["train", "run.yaml", "--set", FOREVER], "loss", 75, "resume with"),
@@ -183,13 +183,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ], first=1,
 )  # fmt: skip
 def test_ctrl_c_ends_what_a_model_computes(
-    argv: list[str], begun: str, code: int, told: str, trained: Path
+    argv: list[str], pattern: str, code: int, message: str, trained_place: Path
 ) -> None:
     program = forks().python if argv[0] == "-c" else forks().command
-    ended, seen, seconds = interrupted(argv, trained, begun, program)
-    assert ended == code, seen
-    assert seconds < HEARD_S, seen
-    assert told in seen
+    exit_code, output, seconds = interrupt(argv, trained_place, pattern, program)
+    assert exit_code == code, output
+    assert seconds < HEARD_S, output
+    assert message in output
 
 
 @needs("delta")
@@ -200,11 +200,11 @@ def test_ctrl_c_is_heard_while_another_process_has_the_lock(tmp_path: Path) -> N
     descriptor = os.open(tmp_path / "chain", os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     try:
-        code, seen, seconds = interrupted(["delta", "gc", "chain"], tmp_path, "waiting for")
+        code, output, seconds = interrupt(["delta", "gc", "chain"], tmp_path, "waiting for")
     finally:
         os.close(descriptor)
-    assert (code, seconds < HEARD_S) == (130, True), seen
-    assert "interrupted while waiting" in seen
+    assert (code, seconds < HEARD_S) == (130, True), output
+    assert "interrupted while waiting" in output
 
 
 def test_ctrl_c_is_heard_while_a_rank_waits_for_others(tmp_path: Path) -> None:
@@ -232,20 +232,20 @@ def test_ctrl_c_is_heard_while_a_rank_waits_for_others(tmp_path: Path) -> None:
 @pytest.mark.torture
 def test_the_second_run_of_an_interrupted_command_begins_anew(tmp_path: Path) -> None:
     argv = tokens(tmp_path)
-    interrupted(argv, tmp_path, "tokenising")
+    interrupt(argv, tmp_path, "tokenising")
     (tmp_path / "text.txt").write_text("a text\n" * 100)
-    code, seen = run_on_terminal([forks().command, *argv], tmp_path, environment(), 80)
-    assert code == 0, seen
+    code, output = run_on_terminal([forks().command, *argv], tmp_path, environment(), 80)
+    assert code == 0, output
     assert (tmp_path / "new" / "dataset.json").is_file()
 
 
 def test_saved_states_are_whole_after_an_interrupted_verify(tmp_path: Path) -> None:
     state = {"w": zeros(4)}
     save_file(state, tmp_path / "a.safetensors")
-    argv = verified(tmp_path)
+    argv = verify_command(tmp_path)
     path = Path(argv[-1])
     stamps = {file: file.stat().st_mtime_ns for file in path.iterdir()}
-    interrupted(argv, tmp_path, "verifying")
+    interrupt(argv, tmp_path, "verifying")
     assert {file: file.stat().st_mtime_ns for file in path.iterdir()} == stamps
 
 
@@ -254,20 +254,20 @@ def files(place: Path) -> set[str]:
     return {path.name for path in place.iterdir()} - {"__pycache__", "cache"}
 
 
-def interrupted(
+def interrupt(
     argv: Sequence[str], place: Path, doing: str, program: Path | None = None
 ) -> tuple[int, str, float]:
     """Press Ctrl-C once what is done is shown; the exit code, what was seen, and the seconds after
     which the process had ended."""
-    pressed: list[float] = []
+    press_times: list[float] = []
 
-    def press(seen: str) -> bytes:
-        if not pressed and re.search(doing, _CSI.sub("", seen)):
-            pressed.append(time.monotonic())
+    def press(output: str) -> bytes:
+        if not press_times and re.search(doing, _CSI.sub("", output)):
+            press_times.append(time.monotonic())
             return b"\x03"
         return b""
 
     env = environment() | {"HF_HOME": str(place / "cache"), "HF_DATASETS_OFFLINE": "1"}
-    code, seen = run_on_terminal([program or forks().command, *argv], place, env, 100, press)
-    assert pressed, seen
-    return code, _CSI.sub("", seen), time.monotonic() - pressed[0]
+    code, output = run_on_terminal([program or forks().command, *argv], place, env, 100, press)
+    assert press_times, output
+    return code, _CSI.sub("", output), time.monotonic() - press_times[0]

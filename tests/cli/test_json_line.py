@@ -50,9 +50,13 @@ def test_every_command_says_in_one_line_what_is_wrong(
     code, answer = one_line(capsys, *words, "--no-such-option")
     assert (code, answer["exit_code"]) == (2, 2)
     assert "--no-such-option" in answer["error"]
-    arguments = [each for each in COMMANDS[words].params if isinstance(each, click.Argument)]
-    if any(each.required for each in arguments):
-        code, answer = one_line(capsys, *words, *("nothing" for each in arguments if each.required))
+    arguments = [
+        parameter for parameter in COMMANDS[words].params if isinstance(parameter, click.Argument)
+    ]
+    if any(parameter.required for parameter in arguments):
+        code, answer = one_line(
+            capsys, *words, *("nothing" for parameter in arguments if parameter.required)
+        )
         assert code == answer["exit_code"] != 0
         assert answer["error"]
 

@@ -39,8 +39,8 @@ def test_runs_are_set_side_by_side(capsys: Capture) -> None:
 
 def test_several_places_and_metrics(capsys: Capture) -> None:
     places = ("step=15", "tokens=1k", "flops=2e7", "wall=16", "active=8")
-    asked = [word for place in places for word in ("--at", place)]
-    assert main(["logs", "compare", "base", *asked, "--metric", "loss", "--metric", "lr"]) == 0
+    options = [word for place in places for word in ("--at", place)]
+    assert main(["logs", "compare", "base", *options, "--metric", "loss", "--metric", "lr"]) == 0
     blocks = capsys.readouterr().out.split("\n\n")
     assert [block.splitlines()[0] for block in blocks] == ["loss", "lr", "configs"]
     header = blocks[0].splitlines()[1]
@@ -61,32 +61,32 @@ def test_what_is_saved_is_told_over_seeds(capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "told"),
+    ("keys", "has_note"),
     [({}, True), ({"data.seed": 7}, False), ({"data.path": "tokens"}, False)],
     ids=["nothing", "data.seed", "data.path"],
 )
 def test_seeds_that_also_change_the_data_are_told(
-    runs: Path, capsys: Capture, keys: dict[str, object], told: bool
+    runs: Path, capsys: Capture, keys: dict[str, object], has_note: bool
 ) -> None:
     for seed, ids in ((1, "abcde"), (2, "fghjk")):
         config = {"name": "other", "seed": seed, **keys}
         write_run(runs / f"other-{ids}", {10: 4.0}, {10: 4.0}, config)
     assert main(["logs", "compare", "other", "--by", "seed", "--at", "step=10"]) == 0
     note = "its 2 runs also differ in their data, because data.seed follows seed"
-    assert (note in capsys.readouterr().err) == told
+    assert (note in capsys.readouterr().err) == has_note
 
 
 def test_json_and_markdown(capsys: Capture) -> None:
     assert main(["logs", "compare", "base", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert [arm["name"] for arm in said["arms"]] == ["base-abcde", "base-fghjk"]
-    assert said["config"] == {"seed": {"base-abcde": 1, "base-fghjk": 2}}
+    result = json.loads(capsys.readouterr().out)
+    assert [arm["name"] for arm in result["arms"]] == ["base-abcde", "base-fghjk"]
+    assert result["config"] == {"seed": {"base-abcde": 1, "base-fghjk": 2}}
     assert main(["logs", "compare", "base", "--format", "md", "-o", "c.md"]) == 0
     assert Path("c.md").read_text().startswith("# Comparison\n\n## val/loss\n\n|  | step")
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ([], "a comparison needs two runs"),
         (["base", "gorw"], "no run 'gorw' in runs; did you mean 'grow'?"),
@@ -101,20 +101,20 @@ def test_json_and_markdown(capsys: Capture) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_mistakes_are_told(capsys: Capture, words: list[str], told: str) -> None:
+def test_mistakes_are_told(capsys: Capture, words: list[str], message: str) -> None:
     assert main(["logs", "compare", *words]) == 2
-    said = capsys.readouterr()
-    assert told in said.err
-    assert said.out == ""
+    output = capsys.readouterr()
+    assert message in output.err
+    assert output.out == ""
 
 
 def test_a_run_that_cannot_be_read_is_left_out_and_told(runs: Path, capsys: Capture) -> None:
     (runs / "base-abcde" / "events.jsonl").write_text("no record\n")
     assert main(["logs", "compare", "base", "grow", "--at", "step=20"]) == 4
-    said = capsys.readouterr()
-    assert "base-abcde" not in said.out
-    assert "base-fghjk" in said.out
-    assert said.err.startswith("runs/base-abcde/events.jsonl")
+    output = capsys.readouterr()
+    assert "base-abcde" not in output.out
+    assert "base-fghjk" in output.out
+    assert output.err.startswith("runs/base-abcde/events.jsonl")
 
 
 def test_one_run_is_compared_with_nobody_but_shown(capsys: Capture) -> None:
@@ -125,12 +125,12 @@ def test_one_run_is_compared_with_nobody_but_shown(capsys: Capture) -> None:
 @needs("fleet")
 def test_a_fleet_is_compared_in_the_groups_of_its_matrix(capsys: Capture, tmp_path: Path) -> None:
     written_fleet(tmp_path)
-    asked = ["logs", "compare", "fleets/rates", "base-abcde", "--at", "step=20", "--json"]
-    assert main(asked) == 0
-    found = json.loads(capsys.readouterr().out)
-    names = [each["name"] for each in found["arms"]]
+    command = ["logs", "compare", "fleets/rates", "base-abcde", "--at", "step=20", "--json"]
+    assert main(command) == 0
+    comparison = json.loads(capsys.readouterr().out)
+    names = [arm["name"] for arm in comparison["arms"]]
     assert names == ["rates lr=0.1", "rates lr=0.2", "base-abcde"]
-    (cell,) = found["metrics"]["val/loss"]["rates lr=0.1"]
+    (cell,) = comparison["metrics"]["val/loss"]["rates lr=0.1"]
     assert (cell["mean"], cell["low"], cell["high"], cell["runs"]) == (3.5, 3.0, 4.0, 2)
     assert main(["logs", "compare", "fleets/rates", "--by", "run", "--at", "step=20"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]

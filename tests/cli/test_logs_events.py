@@ -51,8 +51,8 @@ def lines(capsys: Capture, *words: str) -> list[str]:
 
 
 def test_json_lines_are_those_of_the_record(run: RunDir, capsys: Capture) -> None:
-    written = run.events.read_text().splitlines()
-    assert lines(capsys, "--format", "jsonl") == written[:3] + written[5:]
+    record_lines = run.events.read_text().splitlines()
+    assert lines(capsys, "--format", "jsonl") == record_lines[:3] + record_lines[5:]
 
 
 @pytest.mark.parametrize(
@@ -73,13 +73,13 @@ def test_events_are_chosen(capsys: Capture, words: tuple[str, ...], kinds: list[
     assert [
         json.loads(line)["kind"] for line in lines(capsys, *words, "--format", "jsonl")
     ] == kinds
-    said = json.loads("\n".join(lines(capsys, *words, "--json")))
-    assert [event["kind"] for event in said] == kinds
+    events = json.loads("\n".join(lines(capsys, *words, "--json")))
+    assert [event["kind"] for event in events] == kinds
 
 
 def test_what_is_superseded_is_marked(capsys: Capture) -> None:
-    said = lines(capsys, "--kind", "train", "--superseded", "--format", "jsonl")
-    assert [json.loads(line)["superseded"] for line in said] == [False, True, False]
+    records = lines(capsys, "--kind", "train", "--superseded", "--format", "jsonl")
+    assert [json.loads(line)["superseded"] for line in records] == [False, True, False]
     text = lines(capsys, "--kind", "train", "--superseded")
     assert [line.endswith("(superseded)") for line in text] == [False, True, False]
 
@@ -88,13 +88,13 @@ def test_several_runs_are_told_apart(capsys: Capture) -> None:
     with writing(Path("runs/other-fghjk")) as writer:
         writer.start()
         writer.stop(3)
-    asked = ("back", "other", "--kind", "stop")
-    said = json.loads("\n".join(lines(capsys, *asked, "--json")))
-    assert [(one["run"], one["step"]) for one in said] == [
+    arguments = ("back", "other", "--kind", "stop")
+    stops = json.loads("\n".join(lines(capsys, *arguments, "--json")))
+    assert [(stop["run"], stop["step"]) for stop in stops] == [
         ("runs/back-abcde", 20),
         ("runs/other-fghjk", 3),
     ]
-    assert lines(capsys, *asked)[0] == "runs/back-abcde"
+    assert lines(capsys, *arguments)[0] == "runs/back-abcde"
 
 
 def test_an_unknown_kind_is_told_and_one_of_a_newer_instar_is_found(
@@ -131,8 +131,8 @@ def test_every_kind_has_a_line(tmp_path: Path) -> None:
         Unrecognised(name="new", fields={"x": float("nan")}),
     ]
     teller = EventFormatter(tmp_path)
-    said = [line for event in events for line in teller.every(event)]
-    assert said == [
+    texts = [line for event in events for line in teller.every(event)]
+    assert texts == [
         "      7  alert: stall: no step for 5 min",
         "      7 ann asked for freeze: waits: at step 9 (3f)",
         "      7 ann change_lr 0.5: cancelled (4f)",

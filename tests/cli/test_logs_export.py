@@ -58,10 +58,10 @@ def run(place: Path) -> Path:
 def test_csv_has_a_row_for_each_step_that_counts(instar: Instar) -> None:
     rows = list(csv.DictReader(io.StringIO(instar("logs", "export", "--to", "csv").stdout)))
     assert list(rows[0]) == [*PLACES, "loss", "lr", "val/loss"]
-    kept = [(step, 1) for step in range(1, 7)] + [(7, 2), (8, 2)]
-    kept += [(step, 3) for step in range(9, 19)]
-    assert [(int(row["step"]), int(row["segment"])) for row in rows[:-1]] == kept
-    for row, (step, segment) in zip(rows, kept, strict=False):
+    expected = [(step, 1) for step in range(1, 7)] + [(7, 2), (8, 2)]
+    expected += [(step, 3) for step in range(9, 19)]
+    assert [(int(row["step"]), int(row["segment"])) for row in rows[:-1]] == expected
+    for row, (step, segment) in zip(rows, expected, strict=False):
         assert row["loss"] == str(loss(step, segment)).replace("nan", "NaN").replace(
             "inf", "Infinity"
         )
@@ -73,16 +73,16 @@ def test_csv_has_a_row_for_each_step_that_counts(instar: Instar) -> None:
 def test_what_was_superseded_is_there_on_request(instar: Instar, run: Path) -> None:
     text = instar("logs", "export", str(run), "--to", "csv", "--superseded").stdout
     rows = list(csv.DictReader(io.StringIO(text)))
-    measured = [(int(row["segment"]), int(row["step"])) for row in rows if row["loss"]]
-    assert measured == [
+    actual = [(int(row["segment"]), int(row["step"])) for row in rows if row["loss"]]
+    assert actual == [
         (n, step) for n, start in ((1, 0), (2, 6), (3, 8)) for step in range(start + 1, start + 11)
     ]
 
 
 def test_parquet_tells_what_is_missing_from_what_is_no_number(instar: Instar, run: Path) -> None:
-    said = instar("logs", "export", "--to", "parquet", "-o", "out", "--json").stdout
+    output = instar("logs", "export", "--to", "parquet", "-o", "out", "--json").stdout
     where = run.parents[1] / "out" / "demo-ab3cd.parquet"
-    assert json.loads(said) == [
+    assert json.loads(output) == [
         {"run": "runs/demo-ab3cd", "to": "parquet", "where": "out/demo-ab3cd.parquet", "rows": 19}
     ]
     table = pq.read_table(where).to_pydict()
@@ -96,7 +96,7 @@ def test_jsonl_has_the_lines_of_the_record_that_count(instar: Instar, run: Path)
     lines = instar("logs", "export", "--to", "jsonl").stdout.splitlines()
     original = (run / "events.jsonl").read_text().splitlines()
     assert set(lines) < set(original)
-    steps = [each["step"] for each in map(json.loads, lines) if each["kind"] == "train"]
+    steps = [event["step"] for event in map(json.loads, lines) if event["kind"] == "train"]
     assert steps == list(range(1, 19))
     every = instar("logs", "export", "--to", "jsonl", "--superseded").stdout.splitlines()
     assert every == original
@@ -104,10 +104,10 @@ def test_jsonl_has_the_lines_of_the_record_that_count(instar: Instar, run: Path)
 
 def test_several_runs_take_a_file_each(instar: Instar, run: Path) -> None:
     record(run.with_name("demo-xy4ef"), 0)
-    said = instar("logs", "export", "demo", "--to", "csv", "-o", "tables").stdout
-    assert sorted(said.split()) == ["tables/demo-ab3cd.csv", "tables/demo-xy4ef.csv"]
-    one = instar("logs", "export", "ab3cd", "--to", "csv", "-o", "here.csv").stdout
-    assert one == "here.csv\n"
+    output = instar("logs", "export", "demo", "--to", "csv", "-o", "tables").stdout
+    assert sorted(output.split()) == ["tables/demo-ab3cd.csv", "tables/demo-xy4ef.csv"]
+    single_output = instar("logs", "export", "ab3cd", "--to", "csv", "-o", "here.csv").stdout
+    assert single_output == "here.csv\n"
     assert (run.parents[1] / "here.csv").read_bytes() == (
         run.parents[1] / "tables" / "demo-ab3cd.csv"
     ).read_bytes()
@@ -118,8 +118,8 @@ def test_runs_in_folders_of_one_name_replace_no_file(instar: Instar, run: Path) 
         record(run.parent / name / "demo-xy4ef", 0)
     runs = [str(run.parent / name / "demo-xy4ef") for name in "ab"]
     for to in ("csv", "tensorboard"):
-        refused = instar("logs", "export", *runs, "--to", to, "-o", "tables", code=2)
-        assert "several runs have folders named demo-xy4ef" in refused.stderr
+        result = instar("logs", "export", *runs, "--to", to, "-o", "tables", code=2)
+        assert "several runs have folders named demo-xy4ef" in result.stderr
     assert not (run.parents[1] / "tables").exists()
 
 
@@ -130,15 +130,17 @@ def test_a_run_is_replayed_into_a_tool(instar: Instar, run: Path, tool: str) -> 
     output = {"tensorboard": place, "trackio": place / "runs" / "trackio"}.get(tool, run.parent)
     if tool == "wandb":
         output = run
-    said = json.loads(instar("logs", "export", "--to", tool, "-o", str(output), "--json").stdout)
-    assert said[0]["events"] == len(instar("logs", "export", "--to", "jsonl").stdout.splitlines())
+    results = json.loads(instar("logs", "export", "--to", tool, "-o", str(output), "--json").stdout)
+    assert results[0]["events"] == len(
+        instar("logs", "export", "--to", "jsonl").stdout.splitlines()
+    )
     if tool == "tensorboard":
         (place / "demo-ab3cd").rename(run / "tensorboard")
-    found = read_back(tool, run)
-    assert [step for step, _ in found["points"]] == list(range(1, 19))
-    assert found["points"][8][1] == pytest.approx(loss(9, 3), rel=1e-6)
-    assert "64→128" in found["notes"]["operation"][0][1]
-    assert "n_layer" in json.dumps(found["config"])
+    replay = read_back(tool, run)
+    assert [step for step, _ in replay["points"]] == list(range(1, 19))
+    assert replay["points"][8][1] == pytest.approx(loss(9, 3), rel=1e-6)
+    assert "64→128" in replay["notes"]["operation"][0][1]
+    assert "n_layer" in json.dumps(replay["config"])
     assert not (run / "trackers.json").exists()
 
 
@@ -147,13 +149,13 @@ def test_a_record_with_lines_that_are_none_is_exported_without_them(
 ) -> None:
     with (run / "events.jsonl").open("a") as file:
         file.write('not an event\n{"v":1,"kind":"tra')
-    done = instar("logs", "export", "--to", "csv")
-    assert len(done.stdout.splitlines()) == 20
-    assert "runs/demo-ab3cd/events.jsonl:75: " in done.stderr
+    result = instar("logs", "export", "--to", "csv")
+    assert len(result.stdout.splitlines()) == 20
+    assert "runs/demo-ab3cd/events.jsonl:75: " in result.stderr
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--to", "excel"], "excel"),
         (["--to", "parquet"], "parquet cannot go to stdout; name a folder with -o DIR"),
@@ -172,22 +174,26 @@ def test_a_record_with_lines_that_are_none_is_exported_without_them(
     ],
 )
 @pytest.mark.usefixtures("run")
-def test_a_mistake_is_told_in_a_sentence(instar: Instar, arguments: list[str], said: str) -> None:
-    done = instar("logs", "export", *arguments, code=2)
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stdout == "" or "--json" in arguments
+def test_a_mistake_is_told_in_a_sentence(
+    instar: Instar, arguments: list[str], message: str
+) -> None:
+    result = instar("logs", "export", *arguments, code=2)
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == "" or "--json" in arguments
 
 
 @pytest.mark.torture
 def test_the_command_that_is_told_opens_what_mlflow_was_given(run: Path, instar: Instar) -> None:
     """MLflow's own client refuses a folder without the variable that the command sets."""
-    done = instar("logs", "export", str(run), "--to", "mlflow")
-    (line,) = [each for each in done.stderr.splitlines() if each.startswith("open it with: ")]
+    result = instar("logs", "export", str(run), "--to", "mlflow")
+    (line,) = [
+        message for message in result.stderr.splitlines() if message.startswith("open it with: ")
+    ]
     words = shlex.split(line.removeprefix("open it with: "))
     variable, _, value = words[0].partition("=")
     assert words[1:4] == ["mlflow", "ui", "--backend-store-uri"]
-    counted = (
+    script = (
         "import sys\n"
         "from mlflow.tracking import MlflowClient\n"
         "client = MlflowClient(tracking_uri=sys.argv[1])\n"
@@ -197,7 +203,7 @@ def test_the_command_that_is_told_opens_what_mlflow_was_given(run: Path, instar:
     plain = {key: text for key, text in os.environ.items() if key != variable}
     runs = [
         subprocess.run(
-            [sys.executable, "-c", counted, words[4]],
+            [sys.executable, "-c", script, words[4]],
             env=environment,
             capture_output=True,
             text=True,

@@ -97,14 +97,14 @@ def test_markdown_and_files(capsys: Capture) -> None:
 def test_a_run_that_cannot_be_read_does_not_hide_the_others(runs: Path, capsys: Capture) -> None:
     (runs / "grow-fghjk" / "events.jsonl").write_text("this is no record\n")
     assert main(["logs", "list"]) == 0
-    said = capsys.readouterr()
-    assert len(said.out.splitlines()) == 4
-    assert said.err.startswith("runs/grow-fghjk/events.jsonl is not the record of a run")
+    output = capsys.readouterr()
+    assert len(output.out.splitlines()) == 4
+    assert output.err.startswith("runs/grow-fghjk/events.jsonl is not the record of a run")
 
 
 @pytest.mark.usefixtures("runs")
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (["--state", "fin"], "unknown state 'fin'; did you mean 'finished'?"),
         (["--state", "crahsed"], "did you mean 'crashed'?"),
@@ -117,11 +117,11 @@ def test_a_run_that_cannot_be_read_does_not_hide_the_others(runs: Path, capsys: 
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_mistakes_are_told(capsys: Capture, options: list[str], told: str) -> None:
+def test_mistakes_are_told(capsys: Capture, options: list[str], message: str) -> None:
     assert main(["logs", "list", *options]) == 2
-    said = capsys.readouterr()
-    assert told in said.err
-    assert said.out == ""
+    output = capsys.readouterr()
+    assert message in output.err
+    assert output.out == ""
 
 
 def test_where_no_run_is_that_is_said(

@@ -35,15 +35,17 @@ def runs(place: Path) -> Path:
 
 
 @pytest.fixture
-def typed(runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Typed:
+def run_plot(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Typed:
     """Types `instar logs plot` beside `runs`, and returns what it says on stdout and stderr."""
 
     def run(*words: str, code: int = 0) -> tuple[str, str]:
         monkeypatch.chdir(runs.parent)
         monkeypatch.setenv("COLUMNS", "80")
         assert main(["logs", "plot", *words]) == code
-        said = capsys.readouterr()
-        return said.out, said.err
+        output = capsys.readouterr()
+        return output.out, output.err
 
     return run
 
@@ -52,16 +54,16 @@ def on_terminal(place: Path, *words: str, columns: int, **env: str) -> str:
     """What the command shows on a terminal of its own."""
     leader, follower = pty.openpty()
     ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    kept = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR")}
+    environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR")}
     process = subprocess.Popen(
         [*COMMAND, *words],
         cwd=place,
-        env=kept | {"TERM": "xterm-256color", "LC_ALL": "C.UTF-8"} | env,
+        env=environment | {"TERM": "xterm-256color", "LC_ALL": "C.UTF-8"} | env,
         stdin=subprocess.DEVNULL,
         stdout=follower,
     )
     os.close(follower)
-    said = b""
+    output = b""
     while True:
         try:
             part = os.read(leader, 4096)
@@ -69,34 +71,34 @@ def on_terminal(place: Path, *words: str, columns: int, **env: str) -> str:
             break
         if not part:
             break
-        said += part
+        output += part
     os.close(leader)
     assert process.wait() == 0
-    return said.decode().replace("\r\n", "\n")
+    return output.decode().replace("\r\n", "\n")
 
 
 @pytest.mark.usefixtures("runs")
 def test_the_latest_run_is_drawn_in_characters_without_codes(place: Path) -> None:
     env = os.environ | {"COLUMNS": "80", "LC_ALL": "C.UTF-8"}
-    told = subprocess.run(
+    process = subprocess.run(
         COMMAND, cwd=place, env=env, capture_output=True, text=True, encoding="utf-8", check=True
     )
 
-    lines = told.stdout.splitlines()
+    lines = process.stdout.splitlines()
     assert lines[0] == "demo-bcdef"
-    assert "\033" not in told.stdout
+    assert "\033" not in process.stdout
     assert max(map(len, lines)) <= 80
     assert lines[-1] == "30 │ widen_mlp 192→352"
-    assert told.stderr == ""
+    assert process.stderr == ""
 
 
 @pytest.mark.usefixtures("runs")
 @parametrize_first("columns", [40, 80, 200], first=1)
 def test_on_a_terminal_the_plot_is_coloured_and_as_wide(place: Path, columns: int) -> None:
-    said = on_terminal(place, "demo", columns=columns)
+    output = on_terminal(place, "demo", columns=columns)
 
-    assert "\033[38" in said
-    assert "\033[48" not in said
+    assert "\033[38" in output
+    assert "\033[48" not in output
     plain = on_terminal(place, "demo", columns=columns, NO_COLOR="1")
     assert "\033" not in plain
     widest = max(map(len, plain.splitlines()))
@@ -106,11 +108,11 @@ def test_on_a_terminal_the_plot_is_coloured_and_as_wide(place: Path, columns: in
 @pytest.mark.usefixtures("runs")
 @pytest.mark.parametrize("env", [{"TERM": "dumb"}, {"LC_ALL": "C"}])
 def test_a_dumb_terminal_gets_ascii(place: Path, env: dict[str, str]) -> None:
-    said = on_terminal(place, columns=80, **env)
+    output = on_terminal(place, columns=80, **env)
 
-    assert said.isascii()
-    assert "\033" not in said
-    assert "widen_mlp 192->352" in said
+    assert output.isascii()
+    assert "\033" not in output
+    assert "widen_mlp 192->352" in output
 
 
 @pytest.mark.parametrize(
@@ -125,74 +127,76 @@ def test_a_dumb_terminal_gets_ascii(place: Path, env: dict[str, str]) -> None:
     ],
 )
 def test_the_suffix_says_what_is_written(
-    runs: Path, typed: Typed, name: str, begins: bytes
+    runs: Path, run_plot: Typed, name: str, begins: bytes
 ) -> None:
-    assert typed("-o", name) == ("", f"wrote {name}\n")
+    assert run_plot("-o", name) == ("", f"wrote {name}\n")
     assert (runs.parent / name).read_bytes().startswith(begins)
     assert len(list(runs.parent.glob("*a.*"))) == 1
 
 
-def test_json_is_what_is_drawn(typed: Typed) -> None:
+def test_json_is_what_is_drawn(run_plot: Typed) -> None:
     words = ("--compare", "--metrics", "loss,val_loss", "--smooth", "0.5", "-x", "tokens", "--json")
-    told = json.loads(typed(*words)[0])
+    chart = json.loads(run_plot(*words)[0])
 
-    assert told["x"] == "tokens"
-    assert told["runs"] == ["demo seed=1", "demo seed=2"]
-    loss, held_out = told["panels"]
+    assert chart["x"] == "tokens"
+    assert chart["runs"] == ["demo seed=1", "demo seed=2"]
+    loss, held_out = chart["panels"]
     assert [curve["metric"] for curve in loss["curves"]] == ["loss", "loss"]
     assert loss["curves"][0]["x"] == [2048 * n for n in range(1, 61)]
     assert loss["curves"][0]["raw"]["value"][0] == pytest.approx(6.9167, abs=1e-4)
     assert held_out["curves"][0]["best"] == {"x": 2048 * 60, "value": pytest.approx(2.1)}
-    assert {mark["text"] for mark in told["marks"]} >= {"widen_mlp 192→352"}
+    assert {mark["text"] for mark in chart["marks"]} >= {"widen_mlp 192→352"}
 
 
-def test_seeds_become_one_curve(typed: Typed) -> None:
-    told = json.loads(typed("demo", "--by", "seed", "--json")[0])
+def test_seeds_become_one_curve(run_plot: Typed) -> None:
+    chart = json.loads(run_plot("demo", "--by", "seed", "--json")[0])
 
-    assert told["runs"] == ["demo (2 runs)"]
-    assert told["panels"][0]["curves"][0]["low"]
+    assert chart["runs"] == ["demo (2 runs)"]
+    assert chart["panels"][0]["curves"][0]["low"]
 
 
 @needs("fleet")
-def test_a_fleet_is_drawn_in_the_groups_of_its_matrix(place: Path, typed: Typed) -> None:
+def test_a_fleet_is_drawn_in_the_groups_of_its_matrix(place: Path, run_plot: Typed) -> None:
     written_fleet(place)
-    told = json.loads(typed("fleets/rates", "--json")[0])
-    assert told["runs"] == ["rates lr=0.1 (2 runs)", "rates lr=0.2"]
-    curve = told["panels"][0]["curves"][0]
+    chart = json.loads(run_plot("fleets/rates", "--json")[0])
+    assert chart["runs"] == ["rates lr=0.1 (2 runs)", "rates lr=0.2"]
+    curve = chart["panels"][0]["curves"][0]
     assert (curve["value"], curve["low"][-1]) == ([4.0, 3.5], pytest.approx(3.5 - 0.5**0.5))
-    alone = json.loads(typed("fleets/rates", "--by", "run", "--json")[0])
-    assert len(alone["runs"]) == 3
-    assert {each["low"] is None for each in alone["panels"][0]["curves"]} == {True}
+    by_run = json.loads(run_plot("fleets/rates", "--by", "run", "--json")[0])
+    assert len(by_run["runs"]) == 3
+    assert {run_curve["low"] is None for run_curve in by_run["panels"][0]["curves"]} == {True}
 
 
 @pytest.mark.usefixtures("runs")
 def test_a_picture_may_go_into_a_pipe(place: Path) -> None:
-    done = subprocess.run([*COMMAND, "--format", "svg"], cwd=place, capture_output=True, check=True)
+    process = subprocess.run(
+        [*COMMAND, "--format", "svg"], cwd=place, capture_output=True, check=True
+    )
 
-    assert done.stdout.startswith(b"<?xml")
+    assert process.stdout.startswith(b"<?xml")
 
 
 @needs("board")
-def test_a_page_asks_for_nothing_and_shows_what_was_asked_for(place: Path, typed: Typed) -> None:
+def test_a_page_asks_for_nothing_and_shows_what_was_asked_for(place: Path, run_plot: Typed) -> None:
     words = ("-x", "flops", "--smooth", "0.5", "--log", "--lr", "--no-marks", "-o", "page.html")
-    typed("demo", *words)
+    run_plot("demo", *words)
 
-    with chromium() as browser, watch_page(browser) as seen:
-        seen.page.goto((place / "page.html").as_uri())
-        seen.page.wait_for_selector(".chart canvas")
-        assert seen.page.locator(".chart canvas").count() == 2
-        assert seen.page.input_value("[name=x]") == "flops"
-        assert seen.page.input_value("[name=smooth]") == "0.5"
-        assert seen.page.is_checked("[name=log]")
-        assert not seen.page.is_checked("[name=marks]")
-        key = seen.page.get_by_title("demo seed=1 loss")
+    with chromium() as browser, watch_page(browser) as window:
+        window.page.goto((place / "page.html").as_uri())
+        window.page.wait_for_selector(".chart canvas")
+        assert window.page.locator(".chart canvas").count() == 2
+        assert window.page.input_value("[name=x]") == "flops"
+        assert window.page.input_value("[name=smooth]") == "0.5"
+        assert window.page.is_checked("[name=log]")
+        assert not window.page.is_checked("[name=marks]")
+        key = window.page.get_by_title("demo seed=1 loss")
         assert key.inner_text() == "seed=1 loss"
-        assert seen.errors == []
-        assert seen.urls_outside() == []
+        assert window.errors == []
+        assert window.elsewhere() == []
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (
             ["--metrics", "val/los"],
@@ -222,35 +226,35 @@ def test_a_page_asks_for_nothing_and_shows_what_was_asked_for(place: Path, typed
     ],
 )
 def test_what_cannot_be_drawn_says_what_instead(
-    runs: Path, typed: Typed, words: list[str], said: str
+    runs: Path, run_plot: Typed, words: list[str], message: str
 ) -> None:
     before = sorted(runs.parent.rglob("*"))
 
-    out, err = typed(*words, code=2)
+    out, err = run_plot(*words, code=2)
 
-    assert said in err
+    assert message in err
     assert out == ""
     assert sorted(runs.parent.rglob("*")) == before
 
 
-def test_of_a_metric_that_is_never_finite_nothing_is_drawn(place: Path, typed: Typed) -> None:
+def test_of_a_metric_that_is_never_finite_nothing_is_drawn(place: Path, run_plot: Typed) -> None:
     write_run(place / "runs" / "none-abcde", [train(n, float("nan")) for n in range(1, 5)])
 
-    _, err = typed("none", code=2)
+    _, err = run_plot("none", code=2)
 
     assert "none of the 4 values of loss, val/loss in runs/none-abcde is finite" in err
 
 
 def test_without_matplotlib_the_extra_is_named(
-    typed: Typed, monkeypatch: pytest.MonkeyPatch
+    run_plot: Typed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
 
-    assert "pip install 'instar[plot]'" in typed("-o", "a.png", code=2)[1]
+    assert "pip install 'instar[plot]'" in run_plot("-o", "a.png", code=2)[1]
 
 
 def test_opening_uses_the_systems_own_program(
-    typed: Typed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    run_plot: Typed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     opener = tmp_path / "bin" / "xdg-open"
@@ -259,10 +263,10 @@ def test_opening_uses_the_systems_own_program(
     opener.chmod(0o755)
     monkeypatch.setenv("PATH", str(opener.parent), prepend=os.pathsep)
 
-    typed("-o", "a.svg", "-e")
-    typed("-e")
+    run_plot("-o", "a.svg", "-e")
+    run_plot("-e")
 
-    named, unnamed = (tmp_path / "opened").read_text().splitlines()
-    assert named == "a.svg"
-    assert unnamed.endswith("plot.png")
-    assert Path(unnamed).read_bytes().startswith(b"\x89PNG")
+    named_file, unnamed_file = (tmp_path / "opened").read_text().splitlines()
+    assert named_file == "a.svg"
+    assert unnamed_file.endswith("plot.png")
+    assert Path(unnamed_file).read_bytes().startswith(b"\x89PNG")

@@ -46,17 +46,17 @@ def test_one_line_for_each_run(capsys: Capture) -> None:
 @pytest.mark.usefixtures("runs")
 def test_json_is_one_document_of_all_runs(capsys: Capture) -> None:
     assert main(["logs", "summary", "a", "b", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert [each["id"] for each in said] == ["abcde", "fghjk"]
-    assert said[0]["best"]["val/loss"] == {"value": 3.5, "step": 20, "error": 0.01}
+    summaries = json.loads(capsys.readouterr().out)
+    assert [summary["id"] for summary in summaries] == ["abcde", "fghjk"]
+    assert summaries[0]["best"]["val/loss"] == {"value": 3.5, "step": 20, "error": 0.01}
 
 
 def test_a_run_that_cannot_be_read_is_told_beside_the_others(runs: Path, capsys: Capture) -> None:
     (runs / "b-fghjk" / "events.jsonl").write_text("nothing of the kind\n")
     assert main(["logs", "summary", "--all", "--format", "one-line"]) == 4
-    said = capsys.readouterr()
-    assert said.out.startswith("finished  a-abcde")
-    assert said.err.startswith("runs/b-fghjk/events.jsonl")
+    output = capsys.readouterr()
+    assert output.out.startswith("finished  a-abcde")
+    assert output.err.startswith("runs/b-fghjk/events.jsonl")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="what opens files is called otherwise")
@@ -72,8 +72,8 @@ def test_a_file_is_opened_with_the_systems_own_program(
     monkeypatch.setenv("PATH", f"{opener.parent}:{os.environ['PATH']}")
     code = main(["logs", "summary", "a", "--format", "md", "-o", "a.md", "-e"])
     assert Path("opened").read_text() == Path("a.md").read_text()
-    said = capsys.readouterr().err
-    assert (code, "no application to open a.md" in said) == ((0, False) if works else (2, True))
+    message = capsys.readouterr().err
+    assert (code, "no application to open a.md" in message) == ((0, False) if works else (2, True))
 
 
 def test_a_locale_without_signs_gets_none(
@@ -92,12 +92,12 @@ def test_a_real_run_and_what_it_says_of_itself(place: Path, instar: Instar) -> N
         + "eval: {eval_interval: 4}\nschedule: [{name: widen_mlp, value: 160, max_wait_iters: 4}]\n"
     )
     instar("train", "grow.yaml")
-    (said,) = json.loads(instar("logs", "summary", "--json").stdout)
-    assert (said["state"], said["reason"], said["step"]) == ("finished", "reached 8it", 8)
-    assert [o["name"] for o in said["operations"]] == ["widen_mlp"]
-    assert said["checkpoints"][-1]["pointers"]
-    assert said["memory_peak_bytes"] > 1 << 20
-    parameters = said["parameters"]
+    (summary,) = json.loads(instar("logs", "summary", "--json").stdout)
+    assert (summary["state"], summary["reason"], summary["step"]) == ("finished", "reached 8it", 8)
+    assert [o["name"] for o in summary["operations"]] == ["widen_mlp"]
+    assert summary["checkpoints"][-1]["pointers"]
+    assert summary["memory_peak_bytes"] > 1 << 20
+    parameters = summary["parameters"]
     events = [
         json.loads(line)
         for line in instar("logs", "events", "--format", "jsonl").stdout.splitlines()

@@ -30,7 +30,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 
 
 @contextmanager
-def typed(*words: str) -> Iterator[subprocess.Popen[str]]:
+def start_tail(*words: str) -> Iterator[subprocess.Popen[str]]:
     """A command whose lines are read as they come."""
     with subprocess.Popen(
         [sys.executable, "-u", "-m", "instar.cli.main", "logs", "tail", *words],
@@ -65,8 +65,8 @@ def test_more_than_there_is_is_all_there_is(capsys: Capture) -> None:
 @pytest.mark.usefixtures("run")
 def test_json_is_one_document(capsys: Capture) -> None:
     assert main(["logs", "tail", "-n", "2", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert [event["kind"] for event in said] == ["stop", "run_finished"]
+    events = json.loads(capsys.readouterr().out)
+    assert [event["kind"] for event in events] == ["stop", "run_finished"]
 
 
 def test_a_ranks_log(run: RunDir, capsys: Capture) -> None:
@@ -80,7 +80,7 @@ def test_a_ranks_log(run: RunDir, capsys: Capture) -> None:
 
 
 def test_following_ends_with_the_run(run: RunDir) -> None:
-    with hold(run), typed("tail", "-f", "-n", "1") as process:
+    with hold(run), start_tail("tail", "-f", "-n", "1") as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("done  100 steps")
         with writing(run.path) as writer:
@@ -93,13 +93,13 @@ def test_following_ends_with_the_run(run: RunDir) -> None:
         assert process.poll() is None
         run.lock.unlink()  # whoever holds it is not asked any more
         run.lock.touch()
-        rest, said = process.communicate(timeout=30)
-        assert (process.returncode, rest, said) == (0, "", "")
+        output, errors = process.communicate(timeout=30)
+        assert (process.returncode, output, errors) == (0, "", "")
 
 
 def test_a_ranks_log_is_followed_too(run: RunDir) -> None:
     run.log(0).write_text("first\n")
-    with hold(run), typed("tail", "-f", "--rank", "0") as process:
+    with hold(run), start_tail("tail", "-f", "--rank", "0") as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "first\n"
         with run.log(0).open("a") as file:
@@ -108,16 +108,16 @@ def test_a_ranks_log_is_followed_too(run: RunDir) -> None:
 
 
 def test_ctrl_c_ends_following(run: RunDir) -> None:
-    with hold(run), typed("tail", "-f") as process:
+    with hold(run), start_tail("tail", "-f") as process:
         assert process.stdout is not None
         process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=30)
-        assert (process.returncode, said) == (130, "")
+        _, errors = process.communicate(timeout=30)
+        assert (process.returncode, errors) == (130, "")
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["tial"], "did you mean 'tail'?"),
         (["--json", "-f"], "--json cannot be combined with -f"),
@@ -127,20 +127,20 @@ def test_ctrl_c_ends_following(run: RunDir) -> None:
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 @pytest.mark.usefixtures("run")
-def test_mistakes_are_told(capsys: Capture, words: list[str], told: str) -> None:
+def test_mistakes_are_told(capsys: Capture, words: list[str], message: str) -> None:
     assert main(["logs", "tail", *words]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @given(st.lists(st.binary(max_size=40), max_size=30), st.integers(0, 40), st.booleans())
 def test_the_last_lines_are_those_at_the_end(
-    tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], count: int, torn: bool
+    tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], count: int, is_torn: bool
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "lines"
     lines = [line.replace(b"\n", b"") for line in lines]
-    whole = b"".join(line + b"\n" for line in lines)
-    path.write_bytes(whole + b"torn" * torn)
-    assert last_lines(path, count) == (lines[max(0, len(lines) - count) :], len(whole))
+    content = b"".join(line + b"\n" for line in lines)
+    path.write_bytes(content + b"torn" * is_torn)
+    assert last_lines(path, count) == (lines[max(0, len(lines) - count) :], len(content))
 
 
 def test_lines_longer_than_a_block_are_read_whole(tmp_path: Path) -> None:

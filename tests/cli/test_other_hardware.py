@@ -41,16 +41,16 @@ def sets(*changes: str) -> list[str]:
     return [word for change in changes for word in ("--set", change)]
 
 
-def told(instar: Instar, *arguments: str, on: str = "8xH100") -> str:
+def forecast_text(instar: Instar, *arguments: str, on: str = "8xH100") -> str:
     """What is printed, its lines joined as they were before they were wrapped."""
-    done = instar("train", "tiny.yaml", "--dry-run", "--on", on, *arguments)
-    assert done.stdout.endswith("Nothing was started.\n")
-    return " ".join(done.stdout.split())
+    result = instar("train", "tiny.yaml", "--dry-run", "--on", on, *arguments)
+    assert result.stdout.endswith("Nothing was started.\n")
+    return " ".join(result.stdout.split())
 
 
 def facts(instar: Instar, *arguments: str, on: str = "8xH100") -> dict[str, Any]:
-    done = instar("train", "tiny.yaml", "--dry-run", "--json", "--on", on, *arguments)
-    values: dict[str, Any] = json.loads(done.stdout)
+    result = instar("train", "tiny.yaml", "--dry-run", "--json", "--on", on, *arguments)
+    values: dict[str, Any] = json.loads(result.stdout)
     return values
 
 
@@ -58,7 +58,7 @@ def test_it_says_whether_it_fits_how_long_it_takes_and_what_it_costs(
     instar: Instar, place: Path
 ) -> None:
     before = sorted(place.rglob("*"))
-    text = told(instar, *sets("train.batch_size=8"))
+    text = forecast_text(instar, *sets("train.batch_size=8"))
     for part in (
         "on 8 × H100 (SXM): 80 GB and 989 TFLOP/s of dense bf16 each (NVIDIA H100",
         "verdict fits: ",
@@ -73,7 +73,9 @@ def test_it_says_whether_it_fits_how_long_it_takes_and_what_it_costs(
     ):
         assert part in text
     assert sorted(place.rglob("*")) == before
-    assert "on 2 hosts × 8 × H200" in told(instar, *sets("train.batch_size=16"), on="2x8xH200")
+    assert "on 2 hosts × 8 × H200" in forecast_text(
+        instar, *sets("train.batch_size=16"), on="2x8xH200"
+    )
 
 
 def test_no_torch_is_needed(place: Path) -> None:
@@ -84,11 +86,11 @@ def test_no_torch_is_needed(place: Path) -> None:
         "except SystemExit: pass\n"
         "print('torch' in sys.modules)"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], cwd=place, capture_output=True, text=True, check=True
     )
-    assert done.stdout.endswith("False\n")
-    assert "verdict     fits" in done.stdout
+    assert process.stdout.endswith("False\n")
+    assert "verdict     fits" in process.stdout
 
 
 def test_a_share_of_the_peak_can_be_given(instar: Instar) -> None:
@@ -122,16 +124,16 @@ def test_what_contradicts_it_is_refused(
 
 def test_a_resumed_run_is_refused(instar: Instar) -> None:
     instar("train", "tiny.yaml", "--until", "1it", "--set", "record.run_dir=run")
-    done = instar("train", "--resume", "run", "--dry-run", "--on", "H100", code=2)
-    assert "--on: forecasts a new run" in done.stderr
+    result = instar("train", "--resume", "run", "--dry-run", "--on", "H100", code=2)
+    assert "--on: forecasts a new run" in result.stderr
 
 
 def test_keys_that_say_where_a_run_is_here_do_not_count_and_it_is_said(instar: Instar) -> None:
     keys = sets("parallel.world_size=2", "device=cpu")
-    done = instar("train", "tiny.yaml", "--dry-run", "--on", "4xH100", *keys)
-    assert "parallel.world_size 2 does not count: --on has 4 devices" in done.stderr
-    assert "device cpu does not count" in done.stderr
-    assert "on 4 ranks" in done.stdout
+    result = instar("train", "tiny.yaml", "--dry-run", "--on", "4xH100", *keys)
+    assert "parallel.world_size 2 does not count: --on has 4 devices" in result.stderr
+    assert "device cpu does not count" in result.stderr
+    assert "on 4 ranks" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -149,31 +151,31 @@ def test_keys_that_say_where_a_run_is_here_do_not_count_and_it_is_said(instar: I
 def test_a_run_that_does_not_fit_is_told_keys_with_which_it_does(
     instar: Instar, on: str, changes: tuple[str, ...], key: str
 ) -> None:
-    given = sets(*BIG, "data.tokenizer=byte", *changes, "data.path=none")
-    values = facts(instar, *given, on=on)
+    run_settings = sets(*BIG, "data.tokenizer=byte", *changes, "data.path=none")
+    values = facts(instar, *run_settings, on=on)
     assert values["on"]["fits"] is False
     keys = re.findall(r"[a-z_.]+=\w+", values["remedy"])
     assert any(text.startswith(key) for text in keys)
-    after = facts(instar, *given, *sets(*keys), on=on)
+    after = facts(instar, *run_settings, *sets(*keys), on=on)
     assert after["on"]["fits"] is True
     stages = values["stages"][0]["settings"], after["stages"][0]["settings"]
     batches = [s["batch_size"] * s["grad_accum"] for s in stages]
     assert batches[0] == batches[1]
-    text = told(instar, *given, on=on)
+    text = forecast_text(instar, *run_settings, on=on)
     assert "does not fit: " in text
     assert values["remedy"] in text
 
 
 def test_where_no_key_helps_it_says_what_is_left(instar: Instar) -> None:
-    text = told(instar, *sets(*BIG, "model.n_embd=8192", "data.path=none"), on="2xL4")
+    text = forecast_text(instar, *sets(*BIG, "model.n_embd=8192", "data.path=none"), on="2xL4")
     assert "does not fit" in text
     assert "use more devices, or a smaller model" in text
 
 
 def test_strategy_auto_is_resolved_by_the_memory_of_the_devices(instar: Instar) -> None:
-    given = sets(*BIG, "train.batch_size=8", "parallel.strategy=auto", "data.path=none")
-    small, large = (facts(instar, *given, on=on)["on"] for on in ("8xL4", "8xH200"))
-    ddp = facts(instar, *given[:-4], "--set", "data.path=none", on="8xH200")["on"]
+    run_settings = sets(*BIG, "train.batch_size=8", "parallel.strategy=auto", "data.path=none")
+    small, large = (facts(instar, *run_settings, on=on)["on"] for on in ("8xL4", "8xH200"))
+    ddp = facts(instar, *run_settings[:-4], "--set", "data.path=none", on="8xH200")["on"]
     assert large["fit"]["needed_bytes"] == ddp["fit"]["needed_bytes"]
     assert small["fit"]["needed_bytes"] < large["fit"]["needed_bytes"]
 
@@ -192,8 +194,8 @@ def test_a_task_of_ones_own_has_a_time_where_it_tells_its_flops(
     (place / "lines.yaml").write_text("task: lines:Lines\ntrain: {until: 10it, batch_size: 16}\n")
 
     def of_task(on: str) -> str:
-        done = instar("train", "lines.yaml", "--dry-run", "--on", on)
-        return " ".join(done.stdout.split())
+        result = instar("train", "lines.yaml", "--dry-run", "--on", on)
+        return " ".join(result.stdout.split())
 
     text = of_task("2xH100")
     assert "verdict open: the activations of this task are not known" in text
@@ -209,7 +211,7 @@ def test_a_task_of_ones_own_has_a_time_where_it_tells_its_flops(
 
 def test_a_model_of_transformers_is_estimated(instar: Instar, place: Path) -> None:
     write_place("llama", place)
-    done = instar("train", "run.yaml", "--dry-run", "--on", "H100")
-    text = " ".join(done.stdout.split())
+    result = instar("train", "run.yaml", "--dry-run", "--on", "H100")
+    text = " ".join(result.stdout.split())
     assert "verdict fits" in text
     assert "time about" in text

@@ -58,15 +58,19 @@ def events(run: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def manifest(run: Path, step: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run / "checkpoints" / step / "manifest.json").read_text())
-    return found
+    content: dict[str, Any] = json.loads((run / "checkpoints" / step / "manifest.json").read_text())
+    return content
 
 
 def overrides(run: Path, step: str) -> list[Any]:
     """The override entries of a checkpoint's history, with the steps at which they were made."""
     history = manifest(run, step)["history"]
-    found = [(entry["step"], entry["operation"]) for entry in history]
-    return [(step, made["value"]) for step, made in found if made["name"] == "override"]
+    operations = [(entry["step"], entry["operation"]) for entry in history]
+    return [
+        (step, operation["value"])
+        for step, operation in operations
+        if operation["name"] == "override"
+    ]
 
 
 def rates(run: Path) -> dict[int, float]:
@@ -74,14 +78,14 @@ def rates(run: Path) -> dict[int, float]:
     return {event["step"]: event["lr"] for event in events(run, "train")}
 
 
-def consumed(run: Path) -> dict[int, int]:
+def samples_by_step(run: Path) -> dict[int, int]:
     """The samples of each step, as they were recorded last."""
     totals = {0: 0} | {event["step"]: event["samples"] for event in events(run, "train")}
     return {step: totals[step] - totals[step - 1] for step in totals if step}
 
 
 @pytest.fixture(scope="module")
-def begun(
+def first_place(
     tmp_path_factory: pytest.TempPathFactory, fill: Callable[[Path], Path], forks: Forks
 ) -> Path:
     """A run of 8 steps, of lr 1e-3 and batches of 4, which were halved and doubled after step 2."""
@@ -89,13 +93,13 @@ def begun(
     child = forks.start(INSTAR, ["train", "tiny.yaml", *BEGUN], place=place)
     assert child.finish() == 0, child.output()
     assert rates(place / "run")[8] == 5e-4
-    assert consumed(place / "run")[8] == 8
+    assert samples_by_step(place / "run")[8] == 8
     return place
 
 
 @pytest.fixture
-def run(begun: Path, place: Path) -> Path:
-    shutil.copytree(begun, place, dirs_exist_ok=True)
+def run(first_place: Path, place: Path) -> Path:
+    shutil.copytree(first_place, place, dirs_exist_ok=True)
     return place / "run"
 
 
@@ -106,14 +110,14 @@ def test_a_setting_counts_from_the_resume_on_whatever_was_made_of_the_old_one(
     """Also where it is the value that the config has had all along."""
     before = (run / "run.yaml").read_bytes()
     more = ("--set", f"optimizer.lr={lr}", "--set", "train.batch_size=4", "--until", "12it")
-    said = typed("resume", "run", *more)
-    assert f"optimizer.lr: 0.0005 → {lr}" in said
-    assert "train.batch_size: 8 → 4" in said
+    output = typed("resume", "run", *more)
+    assert f"optimizer.lr: 0.0005 → {lr}" in output
+    assert "train.batch_size: 8 → 4" in output
     assert rates(run)[9] == rates(run)[10] == lr
-    assert consumed(run)[9] == consumed(run)[10] == 4
+    assert samples_by_step(run)[9] == samples_by_step(run)[10] == 4
     # the schedule is where it was: its next entries multiply what was set
     assert rates(run)[11] == lr / 2
-    assert consumed(run)[11] == 8
+    assert samples_by_step(run)[11] == 8
     assert (run / "run.yaml").read_bytes() == before
     assert overrides(run, "step-8") == []
     [(step, values)] = overrides(run, "step-12")
@@ -136,14 +140,14 @@ def test_resumes_follow_upon_each_other_and_older_checkpoints_know_nothing_of_la
     ]
     assert rates(run)[10] == 3e-4
     assert rates(run)[13] == 1.5e-4
-    told = json.loads(typed("checkpoint", "diff", "--json", *at(run, 8, 13)))["settings"]
-    assert told["train.clip"] == {"a": 1.0, "b": 0.5}
-    assert told["optimizer.lr"] == {"a": 1e-3, "b": 3e-4}
-    assert told["in force: lr"] == {"a": 5e-4, "b": 1.5e-4}
+    differences = json.loads(typed("checkpoint", "diff", "--json", *at(run, 8, 13)))["settings"]
+    assert differences["train.clip"] == {"a": 1.0, "b": 0.5}
+    assert differences["optimizer.lr"] == {"a": 1e-3, "b": 3e-4}
+    assert differences["in force: lr"] == {"a": 5e-4, "b": 1.5e-4}
 
-    said = typed("resume", "run", "--from", "4", "--until", "6it")
-    assert "train.clip" not in said
-    assert "optimizer.lr" not in said
+    output = typed("resume", "run", "--from", "4", "--until", "6it")
+    assert "train.clip" not in output
+    assert "optimizer.lr" not in output
     assert overrides(run, "step-6") == [(4, {"train.until": ["6it"]})]
     assert rates(run)[6] == 5e-4
 
@@ -155,9 +159,9 @@ def test_what_reads_a_run_says_what_is_in_force_at_its_latest_checkpoint(
     typed("resume", "run", "--until", "9it", "--set", "train.clip=0.5")
     values, faults = config_values([RunDir(run.parent / "before"), RunDir(run)])
     assert not faults
-    told = differing_keys(values)
-    assert told["train.clip"] == (1.0, 0.5)
-    assert told["train.until"] == (["8it"], ["9it"])
+    differences = differing_keys(values)
+    assert differences["train.clip"] == (1.0, 0.5)
+    assert differences["train.until"] == (["8it"], ["9it"])
     lines = {line.key: line for line in config_lines(RunDir(run))}
     assert (lines["train.clip"].value, lines["train.clip"].origin) == ("0.5", "set at step 8")
     assert "set at resume: train.until" in typed("checkpoint", "inspect", "run")
@@ -169,8 +173,8 @@ def at(run: Path, *steps: int) -> list[str]:
 
 def test_a_value_that_is_set_again_to_what_it_was_is_so(typed: Typed, run: Path) -> None:
     typed("resume", "run", "--until", "9it", "--set", "train.clip=0.5")
-    said = typed("resume", "run", "--until", "10it", "--set", "train.clip=1.0")
-    assert "train.clip: 0.5 → 1.0" in said
+    output = typed("resume", "run", "--until", "10it", "--set", "train.clip=1.0")
+    assert "train.clip: 0.5 → 1.0" in output
     assert [values.get("train.clip") for _, values in overrides(run, "step-10")] == [0.5, 1.0]
     # the same again is nothing new
     typed("resume", "run", "--until", "11it", "--set", "train.clip=1.0")
@@ -180,8 +184,8 @@ def test_a_value_that_is_set_again_to_what_it_was_is_so(typed: Typed, run: Path)
 def test_what_says_how_a_process_runs_holds_for_that_process_alone(typed: Typed, run: Path) -> None:
     typed("resume", "run", "--until", "10it", "--set", "record.log_interval=2")
     assert 9 not in rates(run)
-    started = events(run, "run_started")[-1]
-    assert started["launch"] == {"record.log_interval": 2}
+    start = events(run, "run_started")[-1]
+    assert start["launch"] == {"record.log_interval": 2}
     assert overrides(run, "step-10") == [(8, {"train.until": ["10it"]})]
     typed("resume", "run", "--until", "12it")
     assert 11 in rates(run)
@@ -193,7 +197,7 @@ def test_the_same_command_does_not_take_back_what_operations_did(typed: Typed, p
     typed(*auto, "--until", "6it")
     run = place / "run"
     assert rates(run)[6] == 1e-3
-    assert consumed(run)[6] == 8
+    assert samples_by_step(run)[6] == 8
     assert overrides(run, "step-6") == [(4, {"train.until": ["6it"]})]
 
 
@@ -218,8 +222,8 @@ def test_a_config_that_was_edited_counts_where_it_was_edited(typed: Typed, place
     run, file = place / "run", place / "tiny.yaml"
     typed("resume", "run", "--until", "5it", "--set", "train.clip=0.5")
     file.write_text(file.read_text() + "optimizer: {lr: 3e-4}\n")
-    said = typed(*auto, "--until", "6it")
-    assert "optimizer.lr: 0.0005 → 0.0003" in said
+    output = typed(*auto, "--until", "6it")
+    assert "optimizer.lr: 0.0005 → 0.0003" in output
     assert rates(run)[6] == 3e-4
     typed(*auto, "--until", "7it")
     # what a person has set stays, for the file says nothing of it
@@ -234,12 +238,12 @@ def test_a_config_that_was_edited_counts_where_it_was_edited(typed: Typed, place
 
 def test_run_yaml_counts_where_it_was_edited(typed: Typed, run: Path) -> None:
     file = run / "run.yaml"
-    whole = file.read_text()
-    file.write_text(whole.replace("clip: 1.0", "clip: 0.5"))
+    text = file.read_text()
+    file.write_text(text.replace("clip: 1.0", "clip: 0.5"))
     assert "train.clip: 1.0 → 0.5" in typed("resume", "run", "--until", "9it")
     typed("resume", "run", "--until", "10it", "--set", "train.clip=0.25")
     assert "train.clip" not in typed("resume", "run", "--until", "11it")
-    file.write_text(whole)
+    file.write_text(text)
     assert "train.clip: 0.25 → 1.0" in typed("resume", "run", "--until", "12it")
 
 
@@ -274,7 +278,7 @@ def consumed_after(run: Path) -> int:
     return int(first["samples"] - json.loads(progress.read_text())["progress"]["samples"])
 
 
-def gone_on(run: Path) -> Continuation | str:
+def continuation_of(run: Path) -> Continuation | str:
     """What a resume would go on with, or why it is refused."""
     place = RunDir(run)
     checkpoint = load_checkpoint(run / "checkpoints" / "step-8", check=False)
@@ -284,36 +288,36 @@ def gone_on(run: Path) -> Continuation | str:
         return str(error)
 
 
-def says_so_or_is_as_it_was(run: Path, whole: Continuation, text: str) -> bool:
+def says_so_or_is_as_it_was(run: Path, expected: Continuation, text: str) -> bool:
     """Whether a resume under `text` as run.yaml is refused; else it says what is other, or nothing
     that the weights depend on is."""
     (run / "run.yaml").write_text(text)
-    found = gone_on(run)
-    if isinstance(found, str):
-        assert "run.yaml" in found
+    actual = continuation_of(run)
+    if isinstance(actual, str):
+        assert "run.yaml" in actual
         return True
-    told = {*found.changes, *found.launch, *PLACES}
-    was, now = values_of(whole.loaded_config.config), values_of(found.loaded_config.config)
-    silent = {key for key in now if now[key] != was[key]} - told
+    reported_keys = {*actual.changes, *actual.launch, *PLACES}
+    was, now = values_of(expected.loaded_config.config), values_of(actual.loaded_config.config)
+    silent = {key for key in now if now[key] != was[key]} - reported_keys
     assert all(key.startswith("record.") for key in silent), silent
     return False
 
 
 @pytest.mark.repeated
 def test_a_run_yaml_that_was_cut_is_refused_after_whatever_line(run: Path) -> None:
-    whole = gone_on(run)
-    assert isinstance(whole, Continuation)
-    assert not whole.changes
+    continuation = continuation_of(run)
+    assert isinstance(continuation, Continuation)
+    assert not continuation.changes
     lines = (run / "run.yaml").read_text().splitlines(keepends=True)
     for end in range(0, len(lines), EVERY):
-        refused = says_so_or_is_as_it_was(run, whole, "".join(lines[:end]))
-        assert refused or not "".join(lines[end:]).strip(), end
+        is_refused = says_so_or_is_as_it_was(run, continuation, "".join(lines[:end]))
+        assert is_refused or not "".join(lines[end:]).strip(), end
 
 
 @pytest.mark.repeated
 def test_no_changed_digit_of_a_run_yaml_is_used_without_a_word(run: Path) -> None:
-    whole = gone_on(run)
-    assert isinstance(whole, Continuation)
+    continuation = continuation_of(run)
+    assert isinstance(continuation, Continuation)
     text = (run / "run.yaml").read_text()
     lines = text.splitlines(keepends=True)
     digits = [
@@ -324,23 +328,23 @@ def test_no_changed_digit_of_a_run_yaml_is_used_without_a_word(run: Path) -> Non
     ]
     for number, at in digits[::EVERY]:
         line = lines[number]
-        changed = f"{line[:at]}{(int(line[at]) + 1) % 10}{line[at + 1 :]}"
-        edited = "".join([*lines[:number], changed, *lines[number + 1 :]])
-        says_so_or_is_as_it_was(run, whole, edited)
+        new_line = f"{line[:at]}{(int(line[at]) + 1) % 10}{line[at + 1 :]}"
+        new_text = "".join([*lines[:number], new_line, *lines[number + 1 :]])
+        says_so_or_is_as_it_was(run, continuation, new_text)
 
 
 def test_a_damaged_run_yaml_is_restored_by_the_command_that_is_named(
     typed: Typed, run: Path
 ) -> None:
     file = run / "run.yaml"
-    whole = file.read_text()
-    file.write_text(whole[: whole.index("optimizer:")])
-    said = typed("resume", "run", "--until", "9it", code=2)
-    assert "optimizer.name" in said
+    text = file.read_text()
+    file.write_text(text[: text.index("optimizer:")])
+    output = typed("resume", "run", "--until", "9it", code=2)
+    assert "optimizer.name" in output
     command = "instar checkpoint inspect run --config > run/run.yaml"
-    assert command in said
-    file.write_text(whole.replace("n_layer: 2", "n_layer: ["))
+    assert command in output
+    file.write_text(text.replace("n_layer: 2", "n_layer: ["))
     assert command in typed("resume", "run", "--until", "9it", code=2)
     file.write_text(typed("checkpoint", "inspect", "run", "--config"))
-    said = typed("resume", "run", "--until", "9it")
+    output = typed("resume", "run", "--until", "9it")
     assert overrides(run, "step-9") == [(8, {"train.until": ["9it"]})]

@@ -44,23 +44,23 @@ eval: {eval_interval: 2}
 checkpoint: {every_steps: 2}
 record: {sample_tokens: 0, report: false, run_dir: runs/theirs}
 """
-_opened: list[str] | None = None
+_open_paths: list[str] | None = None
 
 
 def _note(event: str, arguments: tuple[object, ...]) -> None:
-    if _opened is not None and event == "open" and isinstance(arguments[0], str | bytes | Path):
-        _opened.append(os.path.realpath(os.fsdecode(arguments[0])))
+    if _open_paths is not None and event == "open" and isinstance(arguments[0], str | bytes | Path):
+        _open_paths.append(os.path.realpath(os.fsdecode(arguments[0])))
 
 
 @contextmanager
-def opened() -> Iterator[list[str]]:
+def watch_opens() -> Iterator[list[str]]:
     """What this process opens, where it really is. A hook of `sys` cannot be removed."""
-    global _opened
-    _opened = []
+    global _open_paths
+    _open_paths = []
     try:
-        yield _opened
+        yield _open_paths
     finally:
-        _opened = None
+        _open_paths = None
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +71,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     deltas = ", delta: {every: 1}" if "delta" in built_in() else ""
     (place / "tiny.yaml").write_text(CONFIG.replace("every_steps: 2", f"every_steps: 2{deltas}"))
     (place / "outside").mkdir()
-    with pytest.MonkeyPatch.context() as here:
-        here.chdir(place)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.chdir(place)
         assert main(["train", "tiny.yaml"]) == 0
         assert main(["test", "runs/theirs"]) == 0
         for command in LOOKING:
@@ -95,7 +95,7 @@ def test_nothing_is_read_through_a_link_that_was_planted_in_a_run(
     try:
         for command in LOOKING:
             folder.symlink_to(outside)
-            with opened() as paths:
+            with watch_opens() as paths:
                 code = main(shlex.split(command.format(run="runs/theirs")))
             folder.unlink()
             assert code in (0, 2, 3, 4), command

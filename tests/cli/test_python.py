@@ -29,27 +29,27 @@ def place(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Path:
     folder = tmp_path_factory.mktemp("place")
     (folder / "squares.txt").write_text(TEXT)
     (folder / "run.yaml").write_text(CONFIG)
-    trained = [
+    commands = [
         ["train", "run.yaml", "--set", f"record.run_dir=runs/{name}", "--set", f"seed={seed}"]
         for seed, name in enumerate(("tortured-kmn42", "tortured-pqr73"))
     ]
-    for shown in into_pipes(folder, trained, environment(), forks.python):
-        assert shown.code == 0, shown.text
+    for outcome in into_pipes(folder, commands, environment(), forks.python):
+        assert outcome.code == 0, outcome.text
     return folder
 
 
 @pytest.fixture(autouse=True)
-def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def working_directory(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
 
 
-def printed(forks: Forks, *words: str) -> str:
-    done = subprocess.run([forks.command, *words], capture_output=True, text=True, check=True)
-    return done.stdout
+def output_of(forks: Forks, *words: str) -> str:
+    process = subprocess.run([forks.command, *words], capture_output=True, text=True, check=True)
+    return process.stdout
 
 
 def test_runs_are_listed_as_the_command_lists_them(forks: Forks) -> None:
-    assert instar.list_runs() == json.loads(printed(forks, "logs", "list", "--json"))
+    assert instar.list_runs() == json.loads(output_of(forks, "logs", "list", "--json"))
     assert [row["id"] for row in instar.list_runs(last=1)] == ["pqr73"]
     assert instar.list_runs("nothing") == []
 
@@ -57,7 +57,7 @@ def test_runs_are_listed_as_the_command_lists_them(forks: Forks) -> None:
 def test_a_run_has_metrics_summary_config_and_checkpoints(forks: Forks, place: Path) -> None:
     run = instar.load_run("tortured-kmn42")
     assert (run.name, run.id) == ("tortured", "kmn42")
-    summary = json.loads(printed(forks, "logs", "summary", "tortured-kmn42", "--json"))
+    summary = json.loads(output_of(forks, "logs", "summary", "tortured-kmn42", "--json"))
     assert [run.summary()] == summary
     assert run.config()["train.ema"] == 0.9
     assert run.checkpoints()[-1].name == "step-24"
@@ -69,7 +69,7 @@ def test_a_run_has_metrics_summary_config_and_checkpoints(forks: Forks, place: P
 def test_a_table_is_the_one_that_is_exported(forks: Forks, tmp_path: Path) -> None:
     import pyarrow.parquet as pq
 
-    printed(forks, "logs", "export", "tortured-kmn42", "--to", "parquet", "-o", str(tmp_path))
+    output_of(forks, "logs", "export", "tortured-kmn42", "--to", "parquet", "-o", str(tmp_path))
     expected = pq.read_table(next(tmp_path.glob("*.parquet"))).to_pandas()
     run = instar.load_run("tortured-kmn42")
     frame = run.to_pandas()
@@ -81,18 +81,18 @@ def test_a_table_is_the_one_that_is_exported(forks: Forks, tmp_path: Path) -> No
 
 def test_runs_are_compared_at_equal_places() -> None:
     runs = [instar.load_run(name) for name in ("tortured-kmn42", "tortured-pqr73")]
-    found = instar.compare(runs, ["val/loss"], at=["step=14"])
-    assert found.config["seed"] == (0, 1)
-    means = [cells[0].mean for cells in found.metrics["val/loss"]]
+    comparison = instar.compare(runs, ["val/loss"], at=["step=14"])
+    assert comparison.config["seed"] == (0, 1)
+    means = [cells[0].mean for cells in comparison.metrics["val/loss"]]
     values = [run.metric("val/loss").value[1] for run in runs]
     assert means == pytest.approx(values)
 
 
 def test_a_model_writes_what_the_command_writes(forks: Forks) -> None:
     options = ["--prompt", "1 ", "--tokens", "20", "--samples", "2", "--device", "cpu"]
-    said = printed(forks, "sample", "tortured-kmn42", *options)
+    output = output_of(forks, "sample", "tortured-kmn42", *options)
     texts = instar.sample("tortured-kmn42", "1 ", max_tokens=20, num=2, device="cpu")
-    assert said == f"{texts[0]}\n{'─' * 8}\n{texts[1]}\n"
+    assert output == f"{texts[0]}\n{'─' * 8}\n{texts[1]}\n"
 
 
 def test_a_loaded_model_predicts_as_it_is_evaluated() -> None:
@@ -107,16 +107,16 @@ def test_a_loaded_model_predicts_as_it_is_evaluated() -> None:
         for window in ids.unfold(0, context + 1, context):
             logits = model(window[None, :-1])[0].double()
             losses.append(torch.nn.functional.cross_entropy(logits, window[1:], reduction="none"))
-    whole = 1 + context * len(losses)
-    found = instar.evaluate(path, tokenizer.decode(ids[:whole].tolist()), "cpu")
-    assert found.loss == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
-    assert found.tokens == whole - 1
-    assert found.perplexity == pytest.approx(np.exp(found.loss))
+    token_count = 1 + context * len(losses)
+    evaluation = instar.evaluate(path, tokenizer.decode(ids[:token_count].tolist()), "cpu")
+    assert evaluation.loss == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
+    assert evaluation.tokens == token_count - 1
+    assert evaluation.perplexity == pytest.approx(np.exp(evaluation.loss))
     # as in training: of the predicted tokens, without the bytes of the first
-    predicted = len(tokenizer.decode(ids[1:whole].tolist()).encode())
-    assert found.bytes == predicted
-    assert found.bits_per_byte == pytest.approx(
-        found.loss * found.tokens / predicted / np.log(2), rel=1e-9
+    byte_count = len(tokenizer.decode(ids[1:token_count].tolist()).encode())
+    assert evaluation.bytes == byte_count
+    assert evaluation.bits_per_byte == pytest.approx(
+        evaluation.loss * evaluation.tokens / byte_count / np.log(2), rel=1e-9
     )
 
 
@@ -146,13 +146,13 @@ def test_errors_say_what_instead() -> None:
 
 
 def test_runs_are_compared_by_what_load_run_takes() -> None:
-    loaded = instar.compare(
+    by_run = instar.compare(
         [instar.load_run("kmn42"), instar.load_run("pqr73")], ["loss"], at=["step=9"]
     )
-    named = instar.compare(
+    by_name = instar.compare(
         ["runs/tortured-kmn42", Path("runs/tortured-pqr73")], ["loss"], at=["step=9"]
     )
-    assert named.metrics == loaded.metrics
+    assert by_name.metrics == by_run.metrics
     with pytest.raises(ConfigError, match="must be a list of runs"):
         instar.compare("kmn42")
     with pytest.raises(ConfigError, match=r"no run 'kmn43'.*did you mean"):
@@ -169,11 +169,11 @@ def test_a_config_may_be_a_dictionary() -> None:
     }
     run = instar.load_run(instar.api.train(config, ["optimizer.lr=3e-4"]))
     assert (run.config()["model.n_layer"], run.config()["optimizer.lr"]) == (1, 3e-4)
-    for wrong, said in [
+    for wrong, message in [
         ({"optimizer": {"lr": torch.ones(1)}}, "is not made of plain data"),
         ({"modle": {}}, "unknown key 'modle'; did you mean 'model'"),
     ]:
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             instar.launch(wrong)
     with pytest.raises(ConfigError, match=r'write \["seed=3"\]'):
         instar.launch(config, "seed=3")
@@ -200,10 +200,10 @@ def test_a_model_of_another_task_is_named(place: Path, tmp_path: Path) -> None:
 
 def test_importing_instar_imports_nothing_else() -> None:
     show = "import sys, instar; print(*sys.modules); instar.load_run; print(*sys.modules)"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", show], env=os.environ, capture_output=True, text=True, check=True
     )
-    after_import, after_use = (set(line.split()) for line in done.stdout.splitlines())
+    after_import, after_use = (set(line.split()) for line in process.stdout.splitlines())
     assert not {"instar.api", "torch", "numpy", "pydantic", "pandas"} & after_import
     assert "instar.api.runs" in after_use
     assert not {"instar.api.models", "instar.api.training", "torch", "pandas"} & after_use

@@ -83,9 +83,9 @@ def test_it_walks_back_past_a_broken_one_and_says_so(typed: Typed, run: Path) ->
         content = bytearray(model.read_bytes())
         content[-1] ^= 1
         model.write_bytes(content)
-    said = typed("resume", "run")
-    assert "passed over" in said
-    assert "step-8/model.safetensors: content has changed" in said
+    output = typed("resume", "run")
+    assert "passed over" in output
+    assert "step-8/model.safetensors: content has changed" in output
     assert events(run, "run_started")[-1]["resumed_from"] == "step-4"
     latest = (run / "checkpoints" / "latest").read_text().strip()
     assert latest == "step-8.1"
@@ -93,31 +93,31 @@ def test_it_walks_back_past_a_broken_one_and_says_so(typed: Typed, run: Path) ->
 
 
 def test_it_says_what_there_is_when_the_step_is_not(typed: Typed, run: Path) -> None:
-    said = typed("resume", run.name, "--from", "5", code=3)
-    assert "no checkpoint step-5; there are step-2, step-4, step-6, step-8" in said
+    output = typed("resume", run.name, "--from", "5", code=3)
+    assert "no checkpoint step-5; there are step-2, step-4, step-6, step-8" in output
     (run / "checkpoints" / "best").unlink()
     for command in (("resume", "run", "--from", "best"), ("test", "run")):
-        said = typed(*command, code=3)
-        assert "no checkpoint is its best" in said
-        assert "--from latest takes the last one" in said
+        output = typed(*command, code=3)
+        assert "no checkpoint is its best" in output
+        assert "--from latest takes the last one" in output
 
 
 def test_it_goes_on_from_the_best(typed: Typed, place: Path) -> None:
     best = ("--set", "checkpoint.on_best=true", "--set", "eval.eval_interval=3")
     typed("train", "tiny.yaml", *best, "--set", "record.run_dir=run")
-    named = (place / "run" / "checkpoints" / "best").read_text().strip()
+    best_name = (place / "run" / "checkpoints" / "best").read_text().strip()
     typed("resume", "run", "--from", "best", "--until", "9it")
-    assert events(place / "run", "run_started")[-1]["resumed_from"] == named
+    assert events(place / "run", "run_started")[-1]["resumed_from"] == best_name
 
 
 def test_what_is_set_otherwise_is_recorded_and_stays(typed: Typed, run: Path) -> None:
-    said = typed("resume", "run", "--until", "10it", "--set", "optimizer.lr=1e-4")
-    changed = [event["change"] for event in events(run, "operation")]
-    assert "optimizer.lr 0.001 → 0.0001" in changed
-    assert "optimizer.lr: 0.001 → 0.0001" in said
+    output = typed("resume", "run", "--until", "10it", "--set", "optimizer.lr=1e-4")
+    changes = [event["change"] for event in events(run, "operation")]
+    assert "optimizer.lr 0.001 → 0.0001" in changes
+    assert "optimizer.lr: 0.001 → 0.0001" in output
     typed("resume", "run", "--until", "12it")
-    changed = [event["change"] for event in events(run, "operation")]
-    assert [change for change in changed if "lr" in change] == ["optimizer.lr 0.001 → 0.0001"]
+    changes = [event["change"] for event in events(run, "operation")]
+    assert [change for change in changes if "lr" in change] == ["optimizer.lr 0.001 → 0.0001"]
 
 
 def test_a_section_emptied_at_a_resume_has_its_defaults_from_then_on(
@@ -126,22 +126,22 @@ def test_a_section_emptied_at_a_resume_has_its_defaults_from_then_on(
     rules = ("--set", "early_stopping.rules=[{patience: 1, delta: 9.0}]")
     typed("resume", "run", "--until", "9it", *rules)
     typed("resume", "run", "--until", "10it", "--set", "early_stopping=null")
-    changed = [event["change"] for event in events(run, "operation")]
-    assert changed[-1].startswith("early_stopping.rules [{")
-    assert changed[-1].endswith("→ []")
+    changes = [event["change"] for event in events(run, "operation")]
+    assert changes[-1].startswith("early_stopping.rules [{")
+    assert changes[-1].endswith("→ []")
     assert "model.n_layer was 2" in typed("resume", "run", "--set", "model={}", code=2)
 
 
 def test_a_source_may_be_spelled_in_another_way(typed: Typed, run: Path) -> None:
     source = values(load_config(str(run / "run.yaml")).config)["data.source"]
-    spelled = run.parent / str(source)
-    (run.parent / "link.txt").symlink_to(spelled)
-    for until, path in ((9, spelled), (10, "link.txt")):
+    source_path = run.parent / str(source)
+    (run.parent / "link.txt").symlink_to(source_path)
+    for until, path in ((9, source_path), (10, "link.txt")):
         typed("resume", "run", "--until", f"{until}it", "--set", f"data.source={path}")
-    changed = [event["change"] for event in events(run, "operation")]
-    assert not [change for change in changed if "data.source" in change]
-    said = typed("resume", "run", "--set", "data.source=stdlib", "--until", "11it", code=2)
-    assert "data.source was 'squares.txt' when the run began and cannot become 'stdlib'" in said
+    changes = [event["change"] for event in events(run, "operation")]
+    assert not [change for change in changes if "data.source" in change]
+    output = typed("resume", "run", "--set", "data.source=stdlib", "--until", "11it", code=2)
+    assert "data.source was 'squares.txt' when the run began and cannot become 'stdlib'" in output
 
 
 def test_a_run_of_before_data_had_a_seed_goes_on(typed: Typed, run: Path) -> None:
@@ -152,8 +152,8 @@ def test_a_run_of_before_data_had_a_seed_goes_on(typed: Typed, run: Path) -> Non
         older = msgspec.structs.replace(read_manifest(path), config={}, line=[])
         (path / "manifest.json").write_bytes(encode_manifest(older))
     typed("resume", "run", "--until", "9it")
-    said = typed("resume", "run", "--set", "data.seed=5", "--until", "11it", code=2)
-    assert "data.seed" in said
+    output = typed("resume", "run", "--set", "data.seed=5", "--until", "11it", code=2)
+    assert "data.seed" in output
 
 
 def test_damaged_shards_are_named_with_the_command_that_makes_them_again(
@@ -165,27 +165,27 @@ def test_damaged_shards_are_named_with_the_command_that_makes_them_again(
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(content)
-    said = typed("resume", "run", "--until", "9it", code=2)
-    assert "tokens/val-00000.safetensors: the tokens are not those that were written" in said
-    said = typed("train", "tiny.yaml", "--set", "record.run_dir=other", code=2)
-    assert "tokens/val-00000.safetensors" in said
+    output = typed("resume", "run", "--until", "9it", code=2)
+    assert "tokens/val-00000.safetensors: the tokens are not those that were written" in output
+    output = typed("train", "tiny.yaml", "--set", "record.run_dir=other", code=2)
+    assert "tokens/val-00000.safetensors" in output
     assert not (place / "other").exists()
-    command = re.search(r"prepare the data set again: (rm -r .*)", said)
+    command = re.search(r"prepare the data set again: (rm -r .*)", output)
     assert command is not None
-    removed, _, prepared = command[1].partition(" && instar ")
-    assert shlex.split(removed) == ["rm", "-r", "tokens"]
+    remove_command, _, prepare_command = command[1].partition(" && instar ")
+    assert shlex.split(remove_command) == ["rm", "-r", "tokens"]
     shutil.rmtree(place / "tokens")
-    typed(*shlex.split(prepared))
+    typed(*shlex.split(prepare_command))
     typed("resume", "run", "--until", "9it")
 
 
 def test_what_cannot_change_any_more_is_refused_by_name(typed: Typed, run: Path) -> None:
     before = (run / "events.jsonl").read_bytes()
-    said = typed(
+    output = typed(
         "resume", "run", "--set", "model.n_layer=3", "--set", "seed=5", "--until", "9it", code=2
     )
-    assert "model.n_layer was 2 when the run began and cannot become 3" in said
-    assert "seed was 1337 when the run began and cannot become 5" in said
+    assert "model.n_layer was 2 when the run began and cannot become 3" in output
+    assert "seed was 1337 when the run began and cannot become 5" in output
     assert (run / "events.jsonl").read_bytes() == before
 
 
@@ -203,9 +203,9 @@ def test_what_was_left_out_is_said_with_what_it_costs(
 ) -> None:
     without = ("--set", f"checkpoint.save_{part}_state=false", *COURSE)
     typed("train", "tiny.yaml", *without, "--set", "record.run_dir=run", "--until", "3it")
-    said = typed("resume", "run", "--until", "5it")
-    assert f"saved without its {part} state" in said
-    assert loss in said
+    output = typed("resume", "run", "--until", "5it")
+    assert f"saved without its {part} state" in output
+    assert loss in output
     samples = 8 if part == "dataset" else 20
     assert events(place / "run", "run_finished")[-1]["samples"] == samples
 
@@ -242,10 +242,10 @@ def test_more_ranks_than_the_first_batch_had_samples_go_on_with_the_present_one(
     monkeypatch.chdir(place)
     run = RunDir(Path("run"))
     for ranks, is_refused in ((4, False), (9, True)):
-        loaded = load_run_config(str(run.config), resuming=True)
+        loaded_config = load_run_config(str(run.config), resuming=True)
         raises = pytest.raises(ConfigError, match="a global batch of 8 samples")
         with raises if is_refused else nullcontext():
-            preflight_launch(loaded, ranks, Resume(run), print)
+            preflight_launch(loaded_config, ranks, Resume(run), print)
 
 
 def test_automatic_begins_a_run_and_then_goes_on_with_it(typed: Typed, place: Path) -> None:
@@ -261,17 +261,17 @@ def test_automatic_begins_a_run_and_then_goes_on_with_it(typed: Typed, place: Pa
 def test_a_missing_component_is_named(typed: Typed, run: Path) -> None:
     folder = run / "checkpoints" / "step-8"
     (folder / "optimizer.safetensors").unlink()
-    said = typed("resume", "run", "--from", "8", "--until", "9it", code=3)
-    assert "step-8/optimizer.safetensors: missing" in said
+    output = typed("resume", "run", "--from", "8", "--until", "9it", code=3)
+    assert "step-8/optimizer.safetensors: missing" in output
 
 
 def test_switches_of_the_same_tensors_may_change_where_one_says_so(typed: Typed, run: Path) -> None:
     more = ("--until", "9it", "--set", "model.dropout=0.1")
-    said = typed("resume", "run", *more, code=2)
-    assert "model.dropout was 0.0 when the run began" in said
+    output = typed("resume", "run", *more, code=2)
+    assert "model.dropout was 0.0 when the run began" in output
     typed("resume", "run", *more, "--allow", "architecture")
-    changed = [event["value"] for event in events(run, "operation")]
-    assert {"model.dropout": 0.1} in changed
+    changes = [event["value"] for event in events(run, "operation")]
+    assert {"model.dropout": 0.1} in changes
     assert events(run, "run_started")[-1]["architecture"]["dropout"] == 0.1
     # it is the run's own from then on
     typed("resume", "run", "--until", "10it")
@@ -279,9 +279,9 @@ def test_switches_of_the_same_tensors_may_change_where_one_says_so(typed: Typed,
 
 def test_other_tensors_are_refused_even_so(typed: Typed, run: Path) -> None:
     wider = ("--set", "model.n_mlp=64", "--allow", "architecture")
-    said = typed("resume", run.name, "--until", "9it", *wider, code=3)
-    assert "of another architecture than the config's" in said
-    assert "n_mlp" in said
+    output = typed("resume", run.name, "--until", "9it", *wider, code=3)
+    assert "of another architecture than the config's" in output
+    assert "n_mlp" in output
 
 
 def names(run: Path) -> set[str]:
@@ -293,21 +293,21 @@ def test_the_way_that_a_run_has_left_is_never_taken_up_again_unasked(
 ) -> None:
     typed("resume", "run", "--from", "4", "--until", "6it")
     assert names(run) == {"step-2", "step-4", "step-6", "step-8", "step-6.1"}
-    listed = typed("checkpoint", "list", "run").splitlines()
-    left = {line.split()[0] for line in listed if "left at step 4" in line}
-    assert left == {"step-6", "step-8"}
+    listing = typed("checkpoint", "list", "run").splitlines()
+    left_steps = {line.split()[0] for line in listing if "left at step 4" in line}
+    assert left_steps == {"step-6", "step-8"}
     (run / "checkpoints" / "step-6.1" / "model.safetensors").write_bytes(b"")
     typed("resume", "run", "--until", "5it")
     assert events(run, "run_started")[-1]["resumed_from"] == "step-4"
     # the newest on its line, of two that have the step
     typed("test", "run", "--from", "5")
-    said = typed("resume", "run", "--from", "8", "--until", "9it")
-    assert "step-8 lies on a branch that the run left at step 4" in said
+    output = typed("resume", "run", "--from", "8", "--until", "9it")
+    assert "step-8 lies on a branch that the run left at step 4" in output
     assert events(run, "run_started")[-1]["resumed_from"] == "step-8"
-    listed = typed("checkpoint", "list", "run").splitlines()
-    assert not any("left at" in line for line in listed if line.startswith(("step-6 ", "step-8")))
-    said = typed("resume", "run", "--from", "step-6.1", "--until", "9it", code=3)
-    assert "step-6.1/model.safetensors" in said
+    listing = typed("checkpoint", "list", "run").splitlines()
+    assert not any("left at" in line for line in listing if line.startswith(("step-6 ", "step-8")))
+    output = typed("resume", "run", "--from", "step-6.1", "--until", "9it", code=3)
+    assert "step-6.1/model.safetensors" in output
 
 
 def test_a_resume_of_a_finished_run_saves_nothing_and_says_how_to_go_on(
@@ -315,9 +315,9 @@ def test_a_resume_of_a_finished_run_saves_nothing_and_says_how_to_go_on(
 ) -> None:
     before, text = names(run), (run / "checkpoints" / "latest").read_text()
     for _ in range(2):
-        said = typed("resume", "run", "--set", "train.clip=0.5")
-        assert "reached 8it: nothing is left to train" in said
-        assert "instar resume run --until 16it" in said
+        output = typed("resume", "run", "--set", "train.clip=0.5")
+        assert "reached 8it: nothing is left to train" in output
+        assert "instar resume run --until 16it" in output
     assert names(run) == before
     assert (run / "checkpoints" / "latest").read_text() == text
     assert events(run, "run_finished")[-1]["step"] == 8
@@ -325,9 +325,9 @@ def test_a_resume_of_a_finished_run_saves_nothing_and_says_how_to_go_on(
     assert not (run / "test").exists()
     # what is missing is made, once
     typed("resume", "run", *("--set", "test.at_end=true", "--set", "test.weights=last"))
-    made = (run / "test" / "result.json").read_bytes()
+    result = (run / "test" / "result.json").read_bytes()
     typed("resume", "run", *("--set", "test.at_end=true", "--set", "test.weights=last"))
-    assert (run / "test" / "result.json").read_bytes() == made
+    assert (run / "test" / "result.json").read_bytes() == result
     assert names(run) == before
 
 
@@ -337,10 +337,10 @@ def test_a_run_that_died_before_its_first_save_begins_anew_in_its_folder(
     expected = weights(run)
     for path in (run / "checkpoints").iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    said = typed("train", "tiny.yaml", *EVERY_2, "--set", "record.run_dir=run", code=2)
-    assert "instar resume run" in said
-    said = typed("resume", "run")
-    assert "nothing was saved" in said
+    output = typed("train", "tiny.yaml", *EVERY_2, "--set", "record.run_dir=run", code=2)
+    assert "instar resume run" in output
+    output = typed("resume", "run")
+    assert "nothing was saved" in output
     assert events(run, "run_started")[-1]["step"] == 0
     assert weights(run) == expected
 
@@ -353,19 +353,19 @@ def test_automatic_begins_where_a_start_left_nothing_but_folders(typed: Typed, p
     assert names(place / "run") == {"step-8"}
     (place / "other" / "logs").mkdir(parents=True)
     (place / "other" / "logs" / "mine.txt").touch()
-    said = typed("train", "tiny.yaml", "--set", "record.run_dir=other", code=2)
-    assert "is not empty: it holds logs" in said
+    output = typed("train", "tiny.yaml", "--set", "record.run_dir=other", code=2)
+    assert "is not empty: it holds logs" in output
 
 
 def test_a_budget_of_time_counts_training_over_the_whole_run(typed: Typed, place: Path) -> None:
     course = ("--set", "record.run_dir=run", "--set", "record.log_interval=1")
-    said = typed("train", "tiny.yaml", *course, "--until", "0.05s")
-    assert "learning_rate.shape cosine does not decay, because 0.05s has no last step" in said
+    output = typed("train", "tiny.yaml", *course, "--until", "0.05s")
+    assert "learning_rate.shape cosine does not decay, because 0.05s has no last step" in output
     run = place / "run"
     first = events(run, "run_finished")[-1]
     assert first["active_s"] >= 0.05
-    said = typed("resume", "run")
-    assert "reached 0.05s: nothing is left to train" in said
+    output = typed("resume", "run")
+    assert "reached 0.05s: nothing is left to train" in output
     typed("resume", "run", "--until", f"{first['active_s'] + 0.05:.3f}s")
     second = events(run, "run_finished")[-1]
     assert second["step"] > first["step"]
@@ -387,7 +387,9 @@ def test_the_time_left_does_not_count_the_pause_before_a_resume(
         times_left.append(re.findall(r"eta (\S+)$", child.output(), re.MULTILINE))
     for_steps, for_seconds = times_left
     assert len(for_steps) == 4
-    assert all(re.fullmatch(r"[\d.]+s", left) for left in for_steps), for_steps  # under a minute
+    assert all(re.fullmatch(r"[\d.]+s", time_left) for time_left in for_steps), (
+        for_steps
+    )  # under a minute
     assert float(for_seconds[0].removesuffix("s")) > 0.3
 
 
@@ -402,8 +404,8 @@ def test_a_run_goes_on_with_its_data_where_a_new_one_is_refused(
     assert says in typed("train", "tiny.yaml", code=2)
     assert says in typed("train", "tiny.yaml", "--dry-run", code=2)
     assert says in typed("data", "prepare", "tiny.yaml", code=2)
-    said = typed("resume", run.name, "--until", "9it")
-    assert said.count(f"note: {says} prepared; it is used as it was prepared") == 1
+    output = typed("resume", run.name, "--until", "9it")
+    assert output.count(f"note: {says} prepared; it is used as it was prepared") == 1
 
 
 def test_a_best_pointer_never_comes_to_name_other_weights(typed: Typed, place: Path) -> None:
@@ -417,7 +419,9 @@ def test_a_best_pointer_never_comes_to_name_other_weights(typed: Typed, place: P
     # a rate that destroys the model: what is saved at step 8 now is not the best
     typed("resume", "run", "--from", "4", "--set", "optimizer.lr=30")
     assert read_manifest(folder / "step-8").step == 8
-    named = read_manifest(folder / (folder / "best").read_text().strip())
+    manifest = read_manifest(folder / (folder / "best").read_text().strip())
     line = ("step-2", "step-4", "step-6.1", "step-8")
     values = [read_manifest(folder / name).metrics["loss"] for name in line]
-    assert named.metrics["loss"] == min(values) < read_manifest(folder / "step-8").metrics["loss"]
+    assert (
+        manifest.metrics["loss"] == min(values) < read_manifest(folder / "step-8").metrics["loss"]
+    )

@@ -26,8 +26,10 @@ def events(run: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def operations(run: Path) -> list[tuple[int, str]]:
-    found = events(run, "operation")
-    return [(event["step"], event["name"]) for event in found if event["name"] != "override"]
+    operation_events = events(run, "operation")
+    return [
+        (event["step"], event["name"]) for event in operation_events if event["name"] != "override"
+    ]
 
 
 def test_slices_stop_and_change_where_one_go_does(typed: Typed, place: Path) -> None:
@@ -35,25 +37,25 @@ def test_slices_stop_and_change_where_one_go_does(typed: Typed, place: Path) -> 
     start = ("train", "tiny.yaml", *STILL, *JUDGED, "--set")
     typed(*start, "record.run_dir=whole", "--until", "40it")
     typed(*start, "record.run_dir=parts", "--until", "6it")
-    said = ""
+    output = ""
     for end in (10, 14, 18):
-        said = typed("resume", "parts", "--until", f"{end}it")
-    whole, parts = place / "whole", place / "parts"
-    assert operations(whole) == operations(parts)
-    assert [step for step, _ in operations(whole)] == [8, 12]
-    stops = [events(run, "stop")[-1] for run in (whole, parts)]
+        output = typed("resume", "parts", "--until", f"{end}it")
+    full, parts = place / "whole", place / "parts"
+    assert operations(full) == operations(parts)
+    assert [step for step, _ in operations(full)] == [8, 12]
+    stops = [events(run, "stop")[-1] for run in (full, parts)]
     assert stops[0]["step"] == stops[1]["step"] == 16
     assert stops[0]["reason"] == stops[1]["reason"]
     weights = [
         (run / "checkpoints" / "step-16" / "model.safetensors").read_bytes()
-        for run in (whole, parts)
+        for run in (full, parts)
     ]
     assert weights[0] == weights[1]
 
     # the command that is printed then goes on
-    assert "for 3 evaluations" in said
-    said = typed("resume", "parts", "--until", "24it")
-    command = said[said.index("instar resume") :].split("\n")[0].split()
+    assert "for 3 evaluations" in output
+    output = typed("resume", "parts", "--until", "24it")
+    command = output[output.index("instar resume") :].split("\n")[0].split()
     assert command == ["instar", "resume", "parts", "--set", "early_stopping=null"]
     typed(*command[1:], "--until", "20it")
     assert events(parts, "run_finished")[-1]["step"] == 20
@@ -62,30 +64,30 @@ def test_slices_stop_and_change_where_one_go_does(typed: Typed, place: Path) -> 
 def test_a_later_end_leaves_the_decay_where_it_was_whichever_way_it_is_set(
     typed: Typed, place: Path
 ) -> None:
-    said = []
+    outputs = []
     for run, command in (
         ("typed", ("resume", "typed", "--until", "8it")),
         ("read", ("train", "later.yaml", "--set", "record.run_dir=read", "--set", "resume=auto")),
     ):
         typed("train", "tiny.yaml", "--until", "4it", "--set", f"record.run_dir={run}")
         (place / "later.yaml").write_text((place / "tiny.yaml").read_text())
-        said.append(typed(*command))
+        outputs.append(typed(*command))
     rates = [
         {e["step"]: e["lr"] for e in events(place / run, "train")} for run in ("typed", "read")
     ]
     assert rates[0] == rates[1]
-    for text in said:
+    for text in outputs:
         assert "the learning rate's decay ends at step 4 as before" in text
         assert "--set learning_rate.lr_decay_iters=8" in text
 
 
 def test_a_short_run_says_what_does_not_happen_in_it(typed: Typed) -> None:
-    said = typed("train", "tiny.yaml", "--dry-run", "--set", "learning_rate.warmup_iters=40")
-    assert "learning_rate.warmup_iters (40) is more than the 8 steps of the run" in said
-    assert "rises to 20% of optimizer.lr" in said
+    output = typed("train", "tiny.yaml", "--dry-run", "--set", "learning_rate.warmup_iters=40")
+    assert "learning_rate.warmup_iters (40) is more than the 8 steps of the run" in output
+    assert "rises to 20% of optimizer.lr" in output
     typed("data", "prepare", "tiny.yaml")
-    said = typed("train", "tiny.yaml", "--dry-run", "--set", "train.batch_size=4096")
-    assert "fewer than the 4,096 of a step: every step is an epoch of its own" in said
+    output = typed("train", "tiny.yaml", "--dry-run", "--set", "train.batch_size=4096")
+    assert "fewer than the 4,096 of a step: every step is an epoch of its own" in output
     large = (
         "--set",
         "model.n_embd=65536",
@@ -94,8 +96,8 @@ def test_a_short_run_says_what_does_not_happen_in_it(typed: Typed) -> None:
         "--set",
         "model.n_head=64",
     )
-    said = typed("train", "tiny.yaml", "--dry-run", *large)
-    assert "does not fit in this machine's memory: a rank needs about" in said
+    output = typed("train", "tiny.yaml", "--dry-run", *large)
+    assert "does not fit in this machine's memory: a rank needs about" in output
 
 
 @pytest.mark.parametrize(
@@ -109,17 +111,17 @@ def test_an_operation_without_effect_is_said_to_be_one(
     typed: Typed, place: Path, operation: str, settings: tuple[str, ...], reason: str
 ) -> None:
     schedule = json.dumps([{"name": operation, "value": 2, "when": {"at_step": 2}}])
-    words = [word for each in settings for word in ("--set", each)]
-    said = typed("train", "tiny.yaml", *words, "--set", f"schedule={schedule}", "--until", "3it")
-    assert f"schedule[0] {operation} has no effect: {reason}" in said
-    assert ("nothing changes" in said) == (operation == "change_eval_iters")
+    words = [word for setting in settings for word in ("--set", setting)]
+    output = typed("train", "tiny.yaml", *words, "--set", f"schedule={schedule}", "--until", "3it")
+    assert f"schedule[0] {operation} has no effect: {reason}" in output
+    assert ("nothing changes" in output) == (operation == "change_eval_iters")
     (place / "s.json").write_text(schedule)
-    said = typed("schedule", "check", "s.json", "--config", "tiny.yaml", *words)
-    assert f"has no effect: {reason}" in said
+    output = typed("schedule", "check", "s.json", "--config", "tiny.yaml", *words)
+    assert f"has no effect: {reason}" in output
 
 
 def test_the_former_key_of_early_stopping_is_refused_with_both_meanings(typed: Typed) -> None:
-    said = typed("train", "tiny.yaml", "--set", "early_stopping.mode=any", code=2)
-    assert "unknown key 'mode' in early_stopping" in said
+    output = typed("train", "tiny.yaml", "--set", "early_stopping.mode=any", code=2)
+    assert "unknown key 'mode' in early_stopping" in output
     for meaning in ("it is stop_when now", "which is stop_when: all", "is stop_when: any"):
-        assert meaning in " ".join(said.split())
+        assert meaning in " ".join(output.split())

@@ -21,7 +21,7 @@ print_table(
 """
 
 
-def shown(tmp_path: Path, columns: int, **env: str) -> str:
+def render_table(tmp_path: Path, columns: int, **env: str) -> str:
     command = [sys.executable, "-c", CODE]
     return run_on_terminal(command, tmp_path, environment(**env), columns)[1].replace("\r", "")
 
@@ -38,7 +38,7 @@ def test_in_a_pipe_nothing_is_left_out(capsys: pytest.CaptureFixture[str]) -> No
 def test_what_a_terminal_has_no_room_for_is_left_out(
     tmp_path: Path, columns: int, header: str
 ) -> None:
-    lines = shown(tmp_path, columns, NO_COLOR="1").splitlines()
+    lines = render_table(tmp_path, columns, NO_COLOR="1").splitlines()
     assert lines[0].rstrip() == header
     assert max(len(line.rstrip()) for line in lines) <= columns
     assert [line.split()[0] for line in lines[1:]] == ["a-run", "b"]
@@ -46,5 +46,5 @@ def test_what_a_terminal_has_no_room_for_is_left_out(
 
 @pytest.mark.parametrize("env", [{"NO_COLOR": "1"}, {"TERM": "dumb"}], ids=["no color", "dumb"])
 def test_no_escape_code_where_none_is_wanted(tmp_path: Path, env: dict[str, str]) -> None:
-    assert "\x1b" not in shown(tmp_path, 80, **env)
-    assert "\x1b[1m" in shown(tmp_path, 80)
+    assert "\x1b" not in render_table(tmp_path, 80, **env)
+    assert "\x1b[1m" in render_table(tmp_path, 80)

@@ -127,40 +127,40 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "other.yaml").write_text(CONFIG + "optimizer: {lr: 0.01, no_decay: ['é*']}\n")
     (folder / "broken.yaml").write_text("name: 'ï né'\nmodel: {n_layers: 3}\n")
     (folder / "ops.yaml").write_text(OPERATIONS)
-    trained = [
+    commands = [
         ["train", "run.yaml", "--set", "record.run_dir=runs/tiny-kmn42"],
         ["train", "run.yaml", "--set", "record.run_dir=runs/tiny-pqr73", "--set", "seed=3"],
     ]
-    for shown in into_pipes(folder, trained, environment(), forks().python):
-        assert shown.code == 0, shown.text
+    for outcome in into_pipes(folder, commands, environment(), forks().python):
+        assert outcome.code == 0, outcome.text
     return folder
 
 
 @pytest.fixture(scope="module", params=marked_after(3, KINDS))
-def seen(request: pytest.FixtureRequest, place: Path) -> tuple[str, dict[str, Shown]]:
+def screens(request: pytest.FixtureRequest, place: Path) -> tuple[str, dict[str, Shown]]:
     """What every command line showed there, by the line."""
-    return request.param, _seen(place, request.param)
+    return request.param, _screens_of(place, request.param)
 
 
 @pytest.fixture(scope="module")
-def piped(place: Path) -> dict[str, Shown]:
-    return _seen(place, "pipes")
+def pipe_screens(place: Path) -> dict[str, Shown]:
+    return _screens_of(place, "pipes")
 
 
 _SEEN: dict[tuple[Path, str], dict[str, Shown]] = {}
 
 
-def _seen(place: Path, kind: str) -> dict[str, Shown]:
+def _screens_of(place: Path, kind: str) -> dict[str, Shown]:
     if (place, kind) not in _SEEN:
         columns, changes = KINDS[kind]
         env, lines = environment(**changes), list(map(shlex.split, LINES))
         # an interpreter finds the encoding of its streams where it starts, which forked ones do not
         python = sys.executable if "LC_ALL" in changes else forks().python
         if columns is None:
-            shown = into_pipes(place, lines, env, python)
+            outcomes = into_pipes(place, lines, env, python)
         else:
-            shown = on_terminal(place, lines, env, python, columns)
-        _SEEN[place, kind] = dict(zip(LINES, shown, strict=True))
+            outcomes = on_terminal(place, lines, env, python, columns)
+        _SEEN[place, kind] = dict(zip(LINES, outcomes, strict=True))
     return _SEEN[place, kind]
 
 
@@ -169,69 +169,75 @@ def words(text: str) -> Counter[str]:
     return Counter(re.sub(r"[\dhms.]+\s+ago|[\s─━-]", "", text))
 
 
-def test_commands_end_as_the_house_says(seen: tuple[str, dict[str, Shown]]) -> None:
-    _, shown = seen
-    wrong = {line: each for line, each in shown.items() if each.code != FAILING.get(line, 0)}
-    assert not wrong, "\n".join(f"{line}: {each.code}\n{each.text}" for line, each in wrong.items())
-    assert not [line for line, each in shown.items() if "Traceback" in each.text]
+def test_commands_end_as_the_house_says(screens: tuple[str, dict[str, Shown]]) -> None:
+    _, by_line = screens
+    wrong = {
+        line: screen for line, screen in by_line.items() if screen.code != FAILING.get(line, 0)
+    }
+    assert not wrong, "\n".join(
+        f"{line}: {screen.code}\n{screen.text}" for line, screen in wrong.items()
+    )
+    assert not [line for line, screen in by_line.items() if "Traceback" in screen.text]
 
 
 def test_no_escape_code_is_where_nobody_understands_it(
-    seen: tuple[str, dict[str, Shown]],
+    screens: tuple[str, dict[str, Shown]],
 ) -> None:
-    kind, shown = seen
-    for line, each in shown.items():
+    kind, by_line = screens
+    for line, screen in by_line.items():
         if kind.startswith(("pipes", "TERM")):
-            assert "\x1b" not in each.text, line
-            assert "\r" not in each.text, line
+            assert "\x1b" not in screen.text, line
+            assert "\r" not in screen.text, line
         if "NO_COLOR" in kind:
-            assert not _COLOR.search(each.text), line
+            assert not _COLOR.search(screen.text), line
 
 
 def test_a_terminal_has_colour_where_it_may(place: Path) -> None:
-    assert _COLOR.search(_seen(place, "80 columns")[TRAINING].text)
+    assert _COLOR.search(_screens_of(place, "80 columns")[TRAINING].text)
 
 
-def test_without_unicode_there_is_ascii_alone(seen: tuple[str, dict[str, Shown]]) -> None:
-    kind, shown = seen
+def test_without_unicode_there_is_ascii_alone(screens: tuple[str, dict[str, Shown]]) -> None:
+    kind, by_line = screens
     if "LC_ALL" in kind:
-        assert [line for line, each in shown.items() if not each.text.isascii()] == []
+        assert [line for line, screen in by_line.items() if not screen.text.isascii()] == []
 
 
 def test_data_is_one_json_document_in_any_pipe(
-    seen: tuple[str, dict[str, Shown]], piped: dict[str, Shown]
+    screens: tuple[str, dict[str, Shown]], pipe_screens: dict[str, Shown]
 ) -> None:
-    kind, shown = seen
+    kind, by_line = screens
     if not kind.startswith("pipes"):
         return
     for line in DATA:
-        assert same(json.loads(shown[line].out), json.loads(piped[line].out)), line
+        assert same(json.loads(by_line[line].out), json.loads(pipe_screens[line].out)), line
 
 
-def same(one: Any, other: Any) -> bool:
+def same(document: Any, other: Any) -> bool:
     """Whether two documents have the same keys and kinds of values: some are times."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    return type(one) is type(other)
+    if isinstance(document, dict) and isinstance(other, dict):
+        return document.keys() == other.keys() and all(
+            same(document[key], other[key]) for key in document
+        )
+    return type(document) is type(other)
 
 
-def test_messages_are_on_stderr_and_data_on_stdout(piped: dict[str, Shown]) -> None:
-    assert [line for line in FAILING if piped[line].out or not piped[line].err] == []
+def test_messages_are_on_stderr_and_data_on_stdout(pipe_screens: dict[str, Shown]) -> None:
+    assert [line for line in FAILING if pipe_screens[line].out or not pipe_screens[line].err] == []
     quiet = [*HELPS, *TABLES, *DATA]
-    assert {line: piped[line].err for line in quiet if piped[line].err} == {}
-    assert piped[TRAINING].out == ""
-    assert piped[TRAINING].err.count("tok/s") >= 8
+    assert {line: pipe_screens[line].err for line in quiet if pipe_screens[line].err} == {}
+    assert pipe_screens[TRAINING].out == ""
+    assert pipe_screens[TRAINING].err.count("tok/s") >= 8
 
 
 @pytest.mark.parametrize("kind", ["40 columns", "80 columns"])
 def test_nothing_stands_beyond_the_edge_that_could_be_wrapped(place: Path, kind: str) -> None:
     columns, _ = KINDS[kind]
-    shown = _seen(place, kind)
+    by_line = _screens_of(place, kind)
     assert columns is not None
     wide = [
         f"{line}: {row}"
         for line in [*HELPS, *TABLES, TRAINING]
-        for row in re.split("[\r\n]", _CSI.sub("", shown[line].text))
+        for row in re.split("[\r\n]", _CSI.sub("", by_line[line].text))
         # what a run says of paths and commands stays in one piece, to be copied
         if (line != TRAINING or _STEP.match(row))
         and len(row.rstrip()) > columns
@@ -241,15 +247,15 @@ def test_nothing_stands_beyond_the_edge_that_could_be_wrapped(place: Path, kind:
     assert not wide, "\n".join(wide)
 
 
-def test_nothing_is_lost_where_it_is_narrow(place: Path, piped: dict[str, Shown]) -> None:
-    narrow = _seen(place, "40 columns")
+def test_nothing_is_lost_where_it_is_narrow(place: Path, pipe_screens: dict[str, Shown]) -> None:
+    narrow = _screens_of(place, "40 columns")
     for line in [*HELPS, *TABLES]:
-        assert not words(piped[line].text) - words(_CSI.sub("", narrow[line].text)), line
+        assert not words(pipe_screens[line].text) - words(_CSI.sub("", narrow[line].text)), line
 
 
 def test_a_run_leaves_the_terminal_as_it_was(place: Path) -> None:
     for kind in ("40 columns", "80 columns", "NO_COLOR, LC_ALL=C"):
-        text = _seen(place, kind)[TRAINING].text
+        text = _screens_of(place, kind)[TRAINING].text
         assert -1 < text.rfind("\x1b[?25l") < text.rfind("\x1b[?25h")
         assert re.split("[\r\n]", _CSI.sub("", text))[-1] == ""
 
@@ -273,8 +279,8 @@ PRINTING = ["--help", "config schema", "config show run.yaml --json", "checkpoin
 
 @parametrize_first("line", ["logs list", *PRINTING], first=2)
 def test_a_full_disk_behind_stdout_is_told(place: Path, line: str) -> None:
-    done = shell(place, f"instar {line} >/dev/full")
-    assert (done.returncode, done.stderr) == (
+    process = shell(place, f"instar {line} >/dev/full")
+    assert (process.returncode, process.stderr) == (
         4,
         "cannot write to stdout: No space left on device\n",
     )
@@ -282,19 +288,24 @@ def test_a_full_disk_behind_stdout_is_told(place: Path, line: str) -> None:
 
 @parametrize_first("line", ["logs list", *PRINTING], first=2)
 def test_a_reader_that_has_gone_ends_it_quietly(place: Path, line: str) -> None:
-    gone = "{ sleep 0.01; exec <&-; while [ ! -e gone ]; do sleep 0.02; done; }"
-    done = shell(place, f"rm -f gone; {{ instar {line}; echo $? >code; touch gone; }} | {gone}")
-    assert ((place / "code").read_text(), done.stderr) == ("141\n", "")
+    reader = "{ sleep 0.01; exec <&-; while [ ! -e gone ]; do sleep 0.02; done; }"
+    process = shell(
+        place, f"rm -f gone; {{ instar {line}; echo $? >code; touch gone; }} | {reader}"
+    )
+    assert ((place / "code").read_text(), process.stderr) == ("141\n", "")
 
 
-@parametrize_first("closed", ["<&- >&- 2>&-", ">&-", "2>&-", "<&-", "<&- >&-"], first=3)
+@parametrize_first("redirection", ["<&- >&- 2>&-", ">&-", "2>&-", "<&-", "<&- >&-"], first=3)
 @parametrize_first("line", ["config schema", "config validate broken.yaml"], first=1)
-def test_closed_streams_change_nothing(place: Path, line: str, closed: str) -> None:
-    done = shell(place, f"instar {line} {closed}")
-    assert done.returncode == (2 if "broken" in line else 0)
-    assert "Traceback" not in done.stderr
-    if ">&-" not in closed:
-        assert done.stdout + done.stderr == shell(place, f"instar {line}").stdout + done.stderr
+def test_closed_streams_change_nothing(place: Path, line: str, redirection: str) -> None:
+    process = shell(place, f"instar {line} {redirection}")
+    assert process.returncode == (2 if "broken" in line else 0)
+    assert "Traceback" not in process.stderr
+    if ">&-" not in redirection:
+        assert (
+            process.stdout + process.stderr
+            == shell(place, f"instar {line}").stdout + process.stderr
+        )
 
 
 @pytest.mark.parametrize("how", ["<&- >&- 2>&-", "</dev/null >/dev/full 2>/dev/full"])
@@ -302,26 +313,26 @@ def test_a_run_needs_nobody_who_listens(place: Path, tmp_path: Path, how: str) -
     run = tmp_path / "run"
     # a process that is forked for another takes over its streams, which must be there for it
     instar = INSTALLED if "-" in how else forks().command
-    done = shell(place, f"instar train run.yaml --set record.run_dir={run} {how}", instar)
-    assert done.returncode == 0
+    process = shell(place, f"instar train run.yaml --set record.run_dir={run} {how}", instar)
+    assert process.returncode == 0
     assert (run / "checkpoints" / "latest").read_text().strip() == "step-8"
 
 
 def test_ctrl_c_on_a_terminal_stops_a_run_that_can_go_on(place: Path, tmp_path: Path) -> None:
-    typed = []
+    key_presses = []
 
-    def press(seen: str) -> bytes:
-        if "tok/s" in seen and not typed:
-            typed.append("^C")
+    def press(output: str) -> bytes:
+        if "tok/s" in output and not key_presses:
+            key_presses.append("^C")
             return b"\x03"
         return b""
 
     argv = [forks().command, "train", "run.yaml", "--until", "100000it"]
     argv += ["--set", f"record.run_dir={tmp_path / 'run'}"]
-    code, seen = run_on_terminal(argv, place, environment(), 80, press)
-    assert code == 75, seen
-    assert "instar resume" in _CSI.sub("", seen)
-    assert "Traceback" not in seen
+    code, output = run_on_terminal(argv, place, environment(), 80, press)
+    assert code == 75, output
+    assert "instar resume" in _CSI.sub("", output)
+    assert "Traceback" not in output
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -330,10 +341,10 @@ def test_a_terminal_that_is_closed_stops_a_run_that_can_go_on(
 ) -> None:
     argv = [forks().command, "train", "run.yaml", "--until", "100000it"]
     argv += ["--set", f"record.run_dir={tmp_path / 'run'}", "--nproc", str(ranks)]
-    code, seen = run_on_terminal(
-        argv, place, environment(), 80, lambda seen: HANG_UP if "tok/s" in seen else b""
+    code, output = run_on_terminal(
+        argv, place, environment(), 80, lambda output: HANG_UP if "tok/s" in output else b""
     )
-    assert code == 75, seen
+    assert code == 75, output
     lines = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
     (stop,) = [event for event in map(json.loads, lines) if event["kind"] == "stop"]
     assert stop["resumable"]

@@ -87,10 +87,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 def files(run_dir: Path) -> dict[str, bytes]:
     """Of a run's folder, all that testing it must leave as it is."""
-    there = [file for file in run_dir.rglob("*") if file.is_file()]
-    told = "events.jsonl", "lock", "report.html"
-    kept = [f for f in there if f.parent.name not in ("test", "logs") and f.name not in told]
-    return {str(file.relative_to(run_dir)): file.read_bytes() for file in kept}
+    all_files = [file for file in run_dir.rglob("*") if file.is_file()]
+    changing_names = "events.jsonl", "lock", "report.html"
+    stable_files = [
+        f
+        for f in all_files
+        if f.parent.name not in ("test", "logs") and f.name not in changing_names
+    ]
+    return {str(file.relative_to(run_dir)): file.read_bytes() for file in stable_files}
 
 
 def test_a_checkpoint_is_tested_as_it_was_when_it_was_made(run: Place) -> None:
@@ -102,10 +106,10 @@ def test_a_checkpoint_is_tested_as_it_was_when_it_was_made(run: Place) -> None:
     for start in ("latest", "best", best, 5, last, f"step-{last}"):
         children = run.instar("test", "run", "--from", start)
         assert codes(children) == [0], output_of(children)
-        found = result(run_dir)
-        losses.setdefault(found["step"], []).append(found["metrics"])  # type: ignore[attr-defined]
-        assert found["weights"] == f"step-{found['step']}"
-    assert {step: len(found) for step, found in losses.items()} == {last: 3, best: 2, 5: 1}
+        test_result = result(run_dir)
+        losses.setdefault(test_result["step"], []).append(test_result["metrics"])  # type: ignore[attr-defined]
+        assert test_result["weights"] == f"step-{test_result['step']}"
+    assert {step: len(metrics) for step, metrics in losses.items()} == {last: 3, best: 2, 5: 1}
     assert losses[best] == [at_end["metrics"]] * 2
     assert losses[last] == [losses[last][0]] * 3 != [at_end["metrics"]] * 3
     assert codes(run.instar("test", "run")) == [0]
@@ -128,13 +132,13 @@ def test_ranks_that_are_launched_test_alike(run: Place) -> None:
     """With `--nproc`; a change of the config is for this test only."""
     run_dir = run.path / "run"
     assert codes(run.instar("test", "run")) == [0]
-    alone, before = result(run_dir), files(run_dir)
+    single_result, before = result(run_dir), files(run_dir)
     argv = ["test", "run", "--nproc", "2", "--set", "test.predictions=false"]
     paths = str(Path(science.__file__).parent), os.environ.get("PYTHONPATH", "")
     where = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     child = run.forks.start(INSTAR, argv, place=run.path, environment=where, launches=True)
     assert child.finish() == 0, child.output()
-    assert result(run_dir) == alone | {
+    assert result(run_dir) == single_result | {
         "confusion": {},
         "predictions": 0,
         "predictions_xxh3_128": "",
@@ -283,8 +287,8 @@ def test_a_split_that_is_not_needed_may_be_empty(place: Place) -> None:
 def test_a_result_of_other_weights_of_the_same_step_is_not_kept(place: Place) -> None:
     """The run goes back, trains to the same step again, and finds the test of the branch it left."""
     run_dir = place.path / "run"
-    saved = ("checkpoint.every_steps=4", "checkpoint.keep_last=9", "test.weights=last")
-    children = place.train(run_dir, *saved, "train.until=[8it]", "eval.eval_epochs=null")
+    settings = ("checkpoint.every_steps=4", "checkpoint.keep_last=9", "test.weights=last")
+    children = place.train(run_dir, *settings, "train.until=[8it]", "eval.eval_epochs=null")
     assert codes(children) == [0], output_of(children)
     before = result(run_dir)
     file = run_dir / "test" / "result.json"
@@ -308,13 +312,13 @@ def test_a_result_of_other_weights_of_the_same_step_is_not_kept(place: Place) ->
     assert result(run_dir)["metrics"] == after["metrics"]
 
     # kept where nothing has changed, and not where another test would be made
-    kept = file.read_bytes()
-    again = ("resume", run_dir, "--set", "test.at_end=true")
-    assert codes(place.instar(*again)) == [0]
-    assert file.read_bytes() == kept
+    original = file.read_bytes()
+    command = ("resume", run_dir, "--set", "test.at_end=true")
+    assert codes(place.instar(*command)) == [0]
+    assert file.read_bytes() == original
     for key in ("checkpoint", "basis"):
-        content = json.loads(kept)
+        content = json.loads(original)
         content[key] |= dict.fromkeys(content[key], "damaged")
         file.write_text(json.dumps(content))
-        assert codes(place.instar(*again)) == [0]
-        assert json.loads(file.read_text())[key] == json.loads(kept)[key]
+        assert codes(place.instar(*command)) == [0]
+        assert json.loads(file.read_text())[key] == json.loads(original)[key]

@@ -83,8 +83,8 @@ def test_a_resumed_run_ends_as_one_that_never_stopped(instar: Instar, place: Pat
         file = f"checkpoints/step-8/{component}.safetensors"
         assert (place / "whole" / file).read_bytes() == (place / "parts" / file).read_bytes()
     lines = (place / "parts" / "events.jsonl").read_text().splitlines()
-    started = [e for e in map(json.loads, lines) if e["kind"] == "run_started"]
-    assert [(event["segment"], event["step"]) for event in started] == [(1, 0), (2, 3)]
+    starts = [e for e in map(json.loads, lines) if e["kind"] == "run_started"]
+    assert [(event["segment"], event["step"]) for event in starts] == [(1, 0), (2, 3)]
 
 
 def test_a_run_refuses_to_go_on_with_other_data(instar: Instar, place: Path) -> None:
@@ -94,38 +94,38 @@ def test_a_run_refuses_to_go_on_with_other_data(instar: Instar, place: Path) -> 
     for file in (place / "tokens").iterdir():
         file.unlink()
     (place / "tokens").rmdir()
-    said = instar("resume", "run", "--until", "9it", code=3).stderr
-    assert "trained with another data (fingerprint" in said
-    assert "--allow data" in said
+    error = instar("resume", "run", "--until", "9it", code=3).stderr
+    assert "trained with another data (fingerprint" in error
+    assert "--allow data" in error
     instar("resume", "run", "--until", "9it", "--allow", "data", "--allow", "tokenizer")
 
 
 def test_a_model_speaks_the_same_words_for_the_same_seed(instar: Instar) -> None:
     instar("train", "tiny.yaml", "--set", "record.run_dir=run")
     ask = ("sample", "run", "--prompt", "7 squared", "--tokens", "30")
-    one, same, other = instar(*ask), instar(*ask), instar(*ask, "--seed", "5")
-    assert one.stdout.startswith("7 squared")
-    assert one.stdout == same.stdout != other.stdout
+    first, same, other = instar(*ask), instar(*ask), instar(*ask, "--seed", "5")
+    assert first.stdout.startswith("7 squared")
+    assert first.stdout == same.stdout != other.stdout
 
 
 def test_a_dry_run_says_what_would_be_and_starts_nothing(instar: Instar, place: Path) -> None:
-    said = instar("train", "tiny.yaml", "--dry-run", "--nproc", "2").stdout
+    forecast = instar("train", "tiny.yaml", "--dry-run", "--nproc", "2").stdout
     parts = ("2 layers × 32 wide", "parameters", "FLOPs per token", "memory", "tokens")
     for word in (*parts, "strategies", "ddp", "fsdp"):
-        assert word in said
-    assert "torchrun --nproc_per_node=2 -m instar.train tiny.yaml" in said
-    assert said.endswith("Nothing was started.\n")
+        assert word in forecast
+    assert "torchrun --nproc_per_node=2 -m instar.train tiny.yaml" in forecast
+    assert forecast.endswith("Nothing was started.\n")
     assert not (place / "runs").exists()
     facts = json.loads(instar("train", "tiny.yaml", "--dry-run", "--json").stdout)
     assert facts["steps"] == 8
     # the tests' processor has no bf16 units, see conftest.py
     assert "no bf16 units" in facts["precision"]
-    told = instar("train", "tiny.yaml", "--dry-run", "--set", "precision=bf16").stdout
-    assert re.search(r"^precision +bf16$", told, re.MULTILINE)
+    bf16_forecast = instar("train", "tiny.yaml", "--dry-run", "--set", "precision=bf16").stdout
+    assert re.search(r"^precision +bf16$", bf16_forecast, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ("modle.n_embd=3", "unknown key 'modle'; did you mean 'model'?"),
         ("train.batch_size=0", "train.batch_size must be"),
@@ -139,16 +139,16 @@ def test_a_dry_run_says_what_would_be_and_starts_nothing(instar: Instar, place: 
     ],
 )
 def test_bad_input_is_refused_by_name_and_nothing_is_started(
-    instar: Instar, place: Path, change: str, said: str
+    instar: Instar, place: Path, change: str, message: str
 ) -> None:
     (place / "empty.txt").write_text("")
     arguments = ["--set", change]
     if "source" in change:
         arguments += ["--set", "data.path=elsewhere"]
-    done = instar("train", "tiny.yaml", *arguments, code=2)
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
-    assert "Nothing was started." in done.stderr
+    result = instar("train", "tiny.yaml", *arguments, code=2)
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert "Nothing was started." in result.stderr
     assert not (place / "runs").exists()
 
 
@@ -157,27 +157,27 @@ def test_a_preset_trains_in_fp32_on_a_processor_without_bf16_units(
 ) -> None:
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
     sets = ("preset=fast", "train.until=[1it]", "record.run_dir=run")
-    instar("train", "tiny.yaml", *(word for each in sets for word in ("--set", each)))
-    resolved = (place / "run" / "run.yaml").read_text(encoding="utf-8")
-    assert re.search(r"^precision: fp32 +# auto: this processor has no", resolved, re.MULTILINE)
+    instar("train", "tiny.yaml", *(word for key in sets for word in ("--set", key)))
+    config_text = (place / "run" / "run.yaml").read_text(encoding="utf-8")
+    assert re.search(r"^precision: fp32 +# auto: this processor has no", config_text, re.MULTILINE)
 
 
 def test_devices_that_are_not_there_are_refused(instar: Instar, place: Path) -> None:
-    done = instar("train", "tiny.yaml", "--devices", "0,1", code=2)
-    assert "devices 0,1 were requested, but this host has no GPU" in done.stderr
-    assert done.stderr.count("this host has no GPU") == 1
+    result = instar("train", "tiny.yaml", "--devices", "0,1", code=2)
+    assert "devices 0,1 were requested, but this host has no GPU" in result.stderr
+    assert result.stderr.count("this host has no GPU") == 1
     assert not (place / "runs").exists()
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "arguments",
     [["--devices", "0"], ["--set", "device=cuda"], ["--nproc", "2", "--set", "device=cuda"]],
 )
 def test_devices_are_looked_for_before_data_are_prepared(
-    instar: Instar, place: Path, asked: list[str]
+    instar: Instar, place: Path, arguments: list[str]
 ) -> None:
-    done = instar("train", "tiny.yaml", "--set", "data.path=elsewhere", *asked, code=2)
-    assert "GPU" in done.stderr
+    result = instar("train", "tiny.yaml", "--set", "data.path=elsewhere", *arguments, code=2)
+    assert "GPU" in result.stderr
     assert not (place / "elsewhere").exists()
 
 
@@ -185,7 +185,7 @@ def test_samples_of_no_run(instar: Instar) -> None:
     assert "no run in runs" in instar("sample", "latest", code=2).stderr
 
 
-def everything(place: Path) -> set[str]:
+def all_paths(place: Path) -> set[str]:
     return {str(path.relative_to(place)) for path in place.rglob("*")}
 
 
@@ -201,12 +201,12 @@ def everything(place: Path) -> set[str]:
 def test_a_dry_run_writes_nothing_and_says_what_would_be_prepared(
     instar: Instar, place: Path, change: str
 ) -> None:
-    before = everything(place)
+    before = all_paths(place)
     best = ["--set", "test.weights=last"]
-    done = instar("train", "tiny.yaml", "--dry-run", "--set", change, *best)
-    assert "which a run would prepare" in done.stderr
-    assert "2 layers × 32 wide" in done.stdout
-    assert everything(place) == before
+    result = instar("train", "tiny.yaml", "--dry-run", "--set", change, *best)
+    assert "which a run would prepare" in result.stderr
+    assert "2 layers × 32 wide" in result.stdout
+    assert all_paths(place) == before
 
 
 @pytest.mark.parametrize(
@@ -216,17 +216,17 @@ def test_a_dry_run_writes_nothing_and_says_what_would_be_prepared(
 def test_a_dry_run_names_a_source_that_is_not_there(
     instar: Instar, place: Path, change: str, says: str
 ) -> None:
-    before = everything(place)
+    before = all_paths(place)
     assert says in instar("train", "tiny.yaml", "--dry-run", "--set", change, code=2).stderr
-    assert everything(place) == before
+    assert all_paths(place) == before
 
 
 @needs("graphs")
 def test_a_dry_run_of_generated_graphs_writes_nothing(instar: Instar, place: Path) -> None:
-    before = everything(place)
-    done = instar("train", "--dry-run", "--set", "task=graph")
-    assert "a run would generate" in done.stderr
-    assert everything(place) == before
+    before = all_paths(place)
+    result = instar("train", "--dry-run", "--set", "task=graph")
+    assert "a run would generate" in result.stderr
+    assert all_paths(place) == before
 
 
 def test_of_two_starts_on_one_folder_one_is_told_who_has_it(tmp_path: Path) -> None:
@@ -247,37 +247,39 @@ def leave_config(run: RunDir) -> None:
 
 def test_of_starts_at_the_same_moment_one_has_the_folder(tmp_path: Path) -> None:
     for turn in range(30):
-        told = started_together(RecordConfig(run_dir=str(tmp_path / f"run-{turn}")))
-        refused = [said for said in told if said]
-        assert len(told) - len(refused) == 1
-        assert all(re.search("has started a run|holds another run", said) for said in refused)
+        messages = started_together(RecordConfig(run_dir=str(tmp_path / f"run-{turn}")))
+        refusals = [message for message in messages if message]
+        assert len(messages) - len(refusals) == 1
+        assert all(
+            re.search("has started a run|holds another run", message) for message in refusals
+        )
 
 
 def started_together(record: RecordConfig) -> list[str]:
     """What each of eight starts is told; "" for one that has the folder."""
-    ready, told = Barrier(8), list[str]()
+    ready, messages = Barrier(8), list[str]()
 
     def start() -> None:
         ready.wait()
         try:
             create_run_dir(record, "same", leave_config)
-            told.append("")
+            messages.append("")
         except ConfigError as error:
-            told.append(str(error))
+            messages.append(str(error))
 
     threads = [Thread(target=start) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return told
+    return messages
 
 
 def test_a_folder_that_a_dead_process_claimed_is_not_said_to_be_held(tmp_path: Path) -> None:
     record = RecordConfig(run_dir=str(tmp_path / "run"))
     run = create_run_dir(record, "first", leave_config)
-    with subprocess.Popen(["true"]) as gone:
+    with subprocess.Popen(["true"]) as process:
         pass
-    run.lock.write_text(f"{gone.pid}\n")
+    run.lock.write_text(f"{process.pid}\n")
     with pytest.raises(ConfigError, match="holds another run"):
         check_run_dir(record, "second")

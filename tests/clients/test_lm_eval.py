@@ -47,18 +47,20 @@ ROWS = {
 
 
 def test_its_scores_are_those_of_instar(model: Exported, tmp_path: Path) -> None:
-    found = evaluate(model.folder, tmp_path)
+    scores = evaluate(model.folder, tmp_path)
     exact = [model.log_likelihood(text) for text in DOCUMENTS]
-    assert [float(each) for (each,) in found["rolling"]] == pytest.approx(exact, rel=1e-5)
+    assert [float(likelihood) for (likelihood,) in scores["rolling"]] == pytest.approx(
+        exact, rel=1e-5
+    )
     bits = -sum(exact) / sum(len(text.encode()) for text in DOCUMENTS) / math.log(2)
     results = json.loads(next(tmp_path.glob("out/*/results_*.json")).read_text())["results"]
     assert results["rolling"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-5)
     assert 0 < bits < 4
-    for (question, choices), answers in zip(QUESTIONS, found["choice"], strict=True):
+    for (question, choices), answers in zip(QUESTIONS, scores["choice"], strict=True):
         exact = [model.log_likelihood(f" {choice}", question) for choice in choices]
         assert [float(score) for score, _ in answers] == pytest.approx(exact, rel=1e-5)
-    said = [model.tokenizer.decode(model.continuation(prompt)) for prompt in PROMPTS]
-    assert [text for (text,) in found["completion"]] == said
+    texts = [model.tokenizer.decode(model.continuation(prompt)) for prompt in PROMPTS]
+    assert [text for (text,) in scores["completion"]] == texts
 
 
 def evaluate(folder: Path, place: Path) -> dict[str, list[list[object]]]:
@@ -72,17 +74,17 @@ def evaluate(folder: Path, place: Path) -> dict[str, list[list[object]]]:
     model = f"pretrained={folder},dtype=float32"
     words = ["run", "--model", "hf", "--model_args", model, "--device", "cpu", "--tasks", *TASKS]
     words += ["--include_path", str(place), "--output_path", str(place / "out"), "--log_samples"]
-    done = subprocess.run(
+    process = subprocess.run(
         [HARNESS, "-m", "lm_eval", *words],
         env=offline() | {"HF_HOME": str(place / "cache")},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = {}
+    assert process.returncode == 0, process.stdout + process.stderr
+    responses = {}
     for name in TASKS:
         (file,) = place.glob(f"out/*/samples_{name}_*.jsonl")
         rows = sorted(map(json.loads, file.read_text().splitlines()), key=lambda row: row["doc_id"])
-        found[name] = [row["filtered_resps"] for row in rows]
-    return found
+        responses[name] = [row["filtered_resps"] for row in rows]
+    return responses

@@ -45,13 +45,13 @@ def server(tmp_path: Path) -> Iterator[str]:
 
 
 def test_completions_over_http_are_those_of_instar(
-    exported: dict[str, Exported], server: str
+    exported_models: dict[str, Exported], server: str
 ) -> None:
-    for model in exported.values():
+    for model in exported_models.values():
         for prompt in PROMPTS:
-            said = model.tokenizer.decode(model.continuation(prompt))
-            asked = {"model": str(model.folder), "prompt": prompt, "max_tokens": NEW_TOKENS}
-            assert _ask(f"{server}/v1/completions", asked | {"temperature": 0.0}) == said
+            expected = model.tokenizer.decode(model.continuation(prompt))
+            request = {"model": str(model.folder), "prompt": prompt, "max_tokens": NEW_TOKENS}
+            assert _ask(f"{server}/v1/completions", request | {"temperature": 0.0}) == expected
 
 
 def _healthy(address: str) -> bool:
@@ -62,8 +62,8 @@ def _healthy(address: str) -> bool:
         return False
 
 
-def _ask(url: str, asked: dict[str, object]) -> str:
-    body = json.dumps(asked).encode()
+def _ask(url: str, fields: dict[str, object]) -> str:
+    body = json.dumps(fields).encode()
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=120) as answer:
         return str(json.load(answer)["choices"][0]["text"])

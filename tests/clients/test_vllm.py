@@ -35,7 +35,7 @@ if __name__ == "__main__":
 def test_it_generates_the_same_tokens_and_text(model: Exported, tmp_path: Path) -> None:
     (tmp_path / "generate.py").write_text(GENERATE)
     words = ["generate.py", str(model.folder), json.dumps(PROMPTS), "found.json"]
-    done = subprocess.run(
+    process = subprocess.run(
         [VLLM, *words],
         cwd=tmp_path,
         env=offline() | ON_CPU,
@@ -43,7 +43,7 @@ def test_it_generates_the_same_tokens_and_text(model: Exported, tmp_path: Path) 
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert process.returncode == 0, process.stdout + process.stderr
     same = [model.continuation(prompt) for prompt in PROMPTS]
-    said = [[ids, model.tokenizer.decode(ids)] for ids in same]
-    assert json.loads((tmp_path / "found.json").read_text()) == said
+    expected = [[ids, model.tokenizer.decode(ids)] for ids in same]
+    assert json.loads((tmp_path / "found.json").read_text()) == expected

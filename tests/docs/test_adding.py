@@ -36,7 +36,7 @@ class Copy:
 
     def python(self, *words: str) -> str:
         paths = os.pathsep.join([str(self.root / "src"), str(self.root)])
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, *words],
             cwd=self.folder,
             env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
@@ -44,8 +44,8 @@ class Copy:
             text=True,
             check=False,
         )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout + done.stderr
+        assert process.returncode == 0, process.stdout + process.stderr
+        return process.stdout + process.stderr
 
     def instar(self, *words: str) -> str:
         return self.python("-m", "instar", *words)
@@ -126,5 +126,5 @@ def test_an_engine_runs_a_fleet(copy: Copy) -> None:
     word = {"command": ["python", "-c", "import time; print(time.time())"]}
     fleet = {"name": "words", "engine": "one_by_one", "matrix": {"n": [1, 2]}, "jobs": {"w": word}}
     copy.write("fleet.yaml", json.dumps(fleet | {"run_name": "word-${n}"}))
-    said = copy.instar("fleet", "up", "fleet.yaml")
-    assert "2 instances, one by one" in said
+    output = copy.instar("fleet", "up", "fleet.yaml")
+    assert "2 instances, one by one" in output

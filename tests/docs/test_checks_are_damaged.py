@@ -34,7 +34,7 @@ def texts_of(path: Path) -> Iterator[Message]:
     plain = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and "command(" in "".join(
-            ast.unparse(each) for each in node.decorator_list
+            ast.unparse(decorator) for decorator in node.decorator_list
         ):
             yield Message(name, node.lineno, " ".join((ast.get_docstring(node) or "").split()))
         elif isinstance(node, ast.JoinedStr) and id(node) not in plain:
@@ -51,16 +51,16 @@ def texts_of(path: Path) -> Iterator[Message]:
 
 def sentences_of(path: Path) -> Iterator[Message]:
     """The sentences of a page, without its code."""
-    name, sentence, begun, code = path.relative_to(ROOT).as_posix(), "", 0, False
+    name, sentence, start, code = path.relative_to(ROOT).as_posix(), "", 0, False
     lines = [*path.read_text(encoding="utf-8").splitlines(), ""]
     for number, line in enumerate(lines, 1):
         opens = bool(re.match(r"\s*([-*|#]|\d+\. )", line))
         if line.lstrip().startswith("```"):
             code = not code
         if code or opens or not line.strip():
-            for each in re.split(r"(?<=[.!?:;]) +(?=[A-Z`*\[(])", sentence):
-                yield Message(name, begun, each.strip())
-            sentence, begun = "", number
+            for text in re.split(r"(?<=[.!?:;]) +(?=[A-Z`*\[(])", sentence):
+                yield Message(name, start, text.strip())
+            sentence, start = "", number
         if not code and not line.lstrip().startswith("```"):
             sentence = f"{sentence} {line.strip()}"
 
@@ -71,13 +71,13 @@ def messages() -> list[Message]:
     that collects this file would spend if they were made when it is imported."""
     source = [text for path in (ROOT / "src").rglob("*.py") for text in texts_of(path)]
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-    said = [
-        each
+    sentences = [
+        message
         for path in pages
         if path.relative_to(ROOT).as_posix() not in HISTORY
-        for each in sentences_of(path)
+        for message in sentences_of(path)
     ]
-    return sorted(each for each in [*source, *said] if WORDS.search(each.text))
+    return sorted(message for message in [*source, *sentences] if WORDS.search(message.text))
 
 
 def claims(row: damages.Check | damages.NoCheck, message: Message) -> bool:
@@ -88,25 +88,27 @@ def claims(row: damages.Check | damages.NoCheck, message: Message) -> bool:
         return False
     if in_general and any(fnmatch(message.path, where) for where in damages.CHECKING):
         return False
-    found = re.search(row.says, message.text, re.IGNORECASE)
-    return fnmatch(message.path, row.where) and found is not None
+    match = re.search(row.says, message.text, re.IGNORECASE)
+    return fnmatch(message.path, row.where) and match is not None
 
 
 def test_every_check_has_a_row() -> None:
     rows = (*damages.CHECKS, *damages.NO_CHECKS)
-    missing = [str(each) for each in messages() if not any(claims(row, each) for row in rows)]
+    missing = [
+        str(message) for message in messages() if not any(claims(row, message) for row in rows)
+    ]
     assert missing == []
 
 
 def test_every_row_has_a_check() -> None:
     rows = (*damages.CHECKS, *damages.NO_CHECKS)
-    assert [row for row in rows if not any(claims(row, each) for each in messages())] == []
+    assert [row for row in rows if not any(claims(row, message) for message in messages())] == []
 
 
 def test_every_test_that_a_row_names_exists() -> None:
-    named = {test for row in damages.CHECKS for test in row.tests}
+    tests = {test for row in damages.CHECKS for test in row.tests}
     missing = []
-    for test in sorted(named):
+    for test in sorted(tests):
         file, _, function = test.partition("::")
         path = ROOT / "tests" / file
         if not path.exists() or f"def {function}(" not in path.read_text(encoding="utf-8"):

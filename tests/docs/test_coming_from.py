@@ -31,19 +31,19 @@ def test_a_command_that_is_named_is_accepted(line: str) -> None:
     command: click.Command = instar
     context = click.Context(instar)
     while isinstance(command, click.Group):
-        name, found, words = command.resolve_command(context, words)
-        assert found is not None
-        command, context = found, click.Context(found, context, info_name=name)
+        name, subcommand, words = command.resolve_command(context, words)
+        assert subcommand is not None
+        command, context = subcommand, click.Context(subcommand, context, info_name=name)
     command.parse_args(context, words)
 
 
-@pytest.mark.parametrize("entry", [each for each in NAMED if not each.startswith("instar ")])
+@pytest.mark.parametrize("entry", [text for text in NAMED if not text.startswith("instar ")])
 def test_a_key_that_is_named_exists_and_takes_the_value(entry: str) -> None:
-    key, given, value = entry.partition(": ")
-    known = {**schema_keys(root_of(LANGUAGE)), **section_types(root_of(LANGUAGE))}
-    if key in known and given:
+    key, separator, value = entry.partition(": ")
+    key_types = {**schema_keys(root_of(LANGUAGE)), **section_types(root_of(LANGUAGE))}
+    if key in key_types and separator:
         load_config(None, [f"{key}={value}"])
-    assert key in {*known, *schema_keys(PlainConfig)}
+    assert key in {*key_types, *schema_keys(PlainConfig)}
 
 
 def test_the_page_names_many() -> None:

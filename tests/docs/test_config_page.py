@@ -19,11 +19,11 @@ KEYS = re.findall(r"^\| `([\w.\[\]]+)` \| ", PAGE, re.MULTILINE)
 
 def test_the_page_is_the_one_that_the_schema_makes() -> None:
     script = "import sys, config_page; sys.stdout.buffer.write(config_page.page().encode())"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT / "docs/sphinx", capture_output=True, check=False
     )
-    assert done.returncode == 0, done.stderr.decode()
-    assert done.stdout.decode() == PAGE
+    assert process.returncode == 0, process.stderr.decode()
+    assert process.stdout.decode() == PAGE
 
 
 @pytest.mark.parametrize("task", known_tasks())

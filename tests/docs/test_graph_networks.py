@@ -31,18 +31,18 @@ class Wrong:
 
 def rings() -> dict[str, Any]:
     """300 rings and chains of 5 to 12 nodes; sample 4 is a ring."""
-    drawn = np.random.default_rng(0)
-    sizes, ring = drawn.integers(5, 13, 300), np.arange(300) % 2
+    rng = np.random.default_rng(0)
+    sizes, ring = rng.integers(5, 13, 300), np.arange(300) % 2
     edges = [[(i, (i + 1) % n) for i in range(n - 1)] for n in sizes]
     return {
-        "x": ragged([np.ones((n, 1), dtype=np.float32) for n in sizes]),
-        "edges": ragged([np.array(each) for each in edges]),
+        "x": ragged_array([np.ones((n, 1), dtype=np.float32) for n in sizes]),
+        "edges": ragged_array([np.array(pairs) for pairs in edges]),
         "ring": ring,
         "length": sizes.astype(np.float32),
     }
 
 
-def ragged(arrays: list[Any]) -> Ragged:
+def ragged_array(arrays: list[Any]) -> Ragged:
     return Ragged(np.concatenate(arrays), np.cumsum([0, *map(len, arrays)]))
 
 
@@ -67,7 +67,7 @@ def empty(samples: dict[str, Any], sample: int = 5) -> None:
     for column in ("x", "edges"):
         arrays = [samples[column].flat[b:e] for b, e in bounds(samples[column])]
         arrays[sample] = arrays[sample][:0]
-        samples[column] = ragged(arrays)
+        samples[column] = ragged_array(arrays)
 
 
 def bounds(column: Ragged) -> list[tuple[int, int]]:
@@ -78,8 +78,8 @@ def grow(samples: dict[str, Any]) -> None:
     """Every graph has 10 nodes at most, but for sample 0."""
     arrays = [samples["x"].flat[b:e][:10] for b, e in bounds(samples["x"])]
     arrays[0] = np.ones((11, 1), dtype=np.float32)
-    samples["x"] = ragged(arrays)
-    samples["edges"] = ragged([np.zeros((1, 2), dtype=np.int64)] * len(arrays))
+    samples["x"] = ragged_array(arrays)
+    samples["edges"] = ragged_array([np.zeros((1, 2), dtype=np.int64)] * len(arrays))
 
 
 LENGTH = "model.heads=[{name: length, kind: regression}]"
@@ -114,23 +114,23 @@ WRONG = [
 ]
 
 
-def said() -> dict[str, str]:
+def expected_messages() -> dict[str, str]:
     """The table of the page: what is wrong, and what is said."""
     table = PAGE.read_text("utf-8").partition("## What is refused")[2]
     return dict(re.findall(r"^\| (.+?) \| `(.+)` \|$", table, re.MULTILINE))
 
 
 def complaint(wrong: Wrong, monkeypatch: pytest.MonkeyPatch) -> str:
-    def given(*_: Any, **__: Any) -> Callable[[], Columns]:
+    def load_samples(*_: Any, **__: Any) -> Callable[[], Columns]:
         samples = rings()
         wrong.spoil(samples)
         return lambda: samples
 
-    monkeypatch.setattr(graph_spec, "load_named", given)
+    monkeypatch.setattr(graph_spec, "load_named", load_samples)
     sound = ["task=graph", "data.source=rings:samples", f"model.heads=[{RING}]"]
     try:
-        loaded = load_checked(None, [*sound, *wrong.options])
-        graph_spec.GraphSpec.open(loaded, 1).data.held_out("val")
+        loaded_config = load_checked(None, [*sound, *wrong.options])
+        graph_spec.GraphSpec.open(loaded_config, 1).data.held_out("val")
     except ConfigError as error:
         return str(error)
     return ""
@@ -140,11 +140,11 @@ def complaint(wrong: Wrong, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_what_is_wrong_is_refused_in_the_words_of_the_page(
     wrong: Wrong, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert said()[wrong.row] in complaint(wrong, monkeypatch)
+    assert expected_messages()[wrong.row] in complaint(wrong, monkeypatch)
 
 
 def test_every_row_of_the_page_is_tried() -> None:
-    assert said().keys() == {wrong.row for wrong in WRONG}
+    assert expected_messages().keys() == {wrong.row for wrong in WRONG}
 
 
 def test_what_is_sound_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,8 +26,8 @@ LOOPS = (
 
 
 def code(section: str) -> str:
-    (found,) = re.findall(r"^```python\n(.*?)^```$", SECTIONS[section], re.MULTILINE | re.DOTALL)
-    return str(found)
+    (block,) = re.findall(r"^```python\n(.*?)^```$", SECTIONS[section], re.MULTILINE | re.DOTALL)
+    return str(block)
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
@@ -45,24 +45,30 @@ def test_a_loop_runs_as_it_is_printed(
 
 def label(kind: str, operation: str) -> str:
     """What the planner says of an operation on a family, with the values of the tests."""
-    found = []
-    for name, each in {**EXACT, **OTHER}.items():
-        if each.name == operation and name not in ("overlap", "insert_means"):
+    labels_by_case = []
+    for name, operation_case in {**EXACT, **OTHER}.items():
+        if operation_case.name == operation and name not in ("overlap", "insert_means"):
             try:
-                found.append((plan_growth(model_of(kind).config, each)[1].label, name))
+                labels_by_case.append(
+                    (plan_growth(model_of(kind).config, operation_case)[1].label, name)
+                )
             except GrowthError:
-                found.append(("", name))
-    labels = {each for each, _ in found}
+                labels_by_case.append(("", name))
+    labels = {operation_case for operation_case, _ in labels_by_case}
     if len(labels) == 1:
         return labels.pop() or "–"
-    return ", ".join(f"{each} ({EXACT[name].options['how']})" for each, name in found if each)
+    return ", ".join(
+        f"{operation_case} ({EXACT[name].options['how']})"
+        for operation_case, name in labels_by_case
+        if operation_case
+    )
 
 
 def test_the_table_is_what_the_planner_says() -> None:
     lines = [line for line in SECTIONS["Families and operations"].splitlines() if "|" in line]
-    head, _, *rows = ([each.strip() for each in line.strip("|").split("|")] for line in lines)
-    printed = {row[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows}
-    assert printed == {
+    head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    table = {row[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows}
+    assert table == {
         family.name: {operation: label(kind, operation) for operation in head[1:]}
         for kind, family in FAMILIES.items()
     }

@@ -30,14 +30,14 @@ def mistakes(line: str) -> Iterator[str]:
     words, command = line.replace("\\", "").split()[1:], instar
     while isinstance(command, click.Group) and words and not words[0].startswith("-"):
         name = words.pop(0)
-        found = command.get_command(click.Context(command), name)
-        if found is None:
+        subcommand = command.get_command(click.Context(command), name)
+        if subcommand is None:
             yield name
             return
-        command = found
+        command = subcommand
     options = {option for parameter in command.params for option in parameter.opts} | {"--help"}
-    given = (re.match(r"--[a-z][a-z-]*", word) for word in words)
-    yield from (option[0] for option in given if option and option[0] not in options)
+    matches = (re.match(r"--[a-z][a-z-]*", word) for word in words)
+    yield from (option[0] for option in matches if option and option[0] not in options)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

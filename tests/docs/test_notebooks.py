@@ -54,7 +54,7 @@ def run(cells: Sequence[str], place: Path, *, may_fail: bool = False) -> Kernel:
     return client
 
 
-def printed(cell: Any) -> str:
+def output_of(cell: Any) -> str:
     return "".join(output.text for output in cell.outputs if output.output_type == "stream")
 
 
@@ -82,14 +82,14 @@ def cells_of_page() -> list[str]:
 def test_the_page_runs_and_shows_pictures(tmp_path: Path) -> None:
     client = run(cells_of_page(), tmp_path)
     cells = client.nb.cells
-    drawn = [len(pictures(cell)) for cell in cells]
+    picture_counts = [len(pictures(cell)) for cell in cells]
     # three trainings, a plot, ranks, and the last cell's training and plot
-    assert drawn == [1, 2, 1, 1, 2, 0]
+    assert picture_counts == [1, 2, 1, 1, 2, 0]
     # drawing takes a share of the time: a busy machine draws seldom
     assert client.n_redrawn >= 1, "curves are drawn before a run ends, and again"
-    assert "torch.Size([1, 3])" in printed(cells[4])
-    assert "2×cpu DDP" in printed(cells[3])
-    assert "from step 200" in printed(cells[4])
+    assert "torch.Size([1, 3])" in output_of(cells[4])
+    assert "2×cpu DDP" in output_of(cells[3])
+    assert "from step 200" in output_of(cells[4])
     (config,) = [out.data["text/plain"] for out in cells[3].outputs if "execution_count" in out]
     assert config == "{}", "both runs have one config"
 
@@ -97,12 +97,12 @@ def test_the_page_runs_and_shows_pictures(tmp_path: Path) -> None:
 @pytest.mark.torture
 def test_ranks_train_what_the_cell_defines_now(tmp_path: Path) -> None:
     task = next(text for text in cells_of_page() if TASK in text).partition("alone =")[0]
-    edited = task.replace('"label": label', '"label": 0 * label')
-    assert edited != task
+    new_task = task.replace('"label": label', '"label": 0 * label')
+    assert new_task != task
     start = "run = instar.launch(spirals, world_size=2, curves=False)\n"
     start += "print('final', instar.load_run(run).metric('val/accuracy').value[-1])"
-    client = run(["import instar", task, start, edited, start], tmp_path)
-    first, second = (printed(client.nb.cells[number]) for number in (2, 4))
+    client = run(["import instar", task, start, new_task, start], tmp_path)
+    first, second = (output_of(client.nb.cells[number]) for number in (2, 4))
     accuracies = [
         float(re.findall(r"^final (\S+)$", text, re.MULTILINE)[0]) for text in (first, second)
     ]
@@ -119,7 +119,7 @@ def test_code_of_a_cell_fails_with_its_lines(tmp_path: Path) -> None:
     )
     start = "instar.launch({**spirals, 'data': {'val': 0.2, 'workers': 1}}, world_size=2)"
     client = run(["import instar", broken, start], tmp_path, may_fail=True)
-    text = error_of(client.nb.cells[2]) + printed(client.nb.cells[2])
+    text = error_of(client.nb.cells[2]) + output_of(client.nb.cells[2])
     assert "a fault of the cell" in text
     assert re.search(r"ipykernel_\d+/\d+\.py:\d+ in loss", text)
 
@@ -132,14 +132,14 @@ def test_after_a_restart_the_class_is_asked_for(tmp_path: Path) -> None:
     load = "import instar\nprint(instar.load_model('latest'))"
     resume = "instar.resume('latest', {'train.until': '30it'})"
     (tmp_path / "elsewhere.py").write_text(task, encoding="utf-8")
-    moved = f"{resume[:-2]}, 'task': 'elsewhere:Spirals'}})"
-    cells = [load, resume, "!instar resume latest", task, load, moved]
+    resume_elsewhere = f"{resume[:-2]}, 'task': 'elsewhere:Spirals'}})"
+    cells = [load, resume, "!instar resume latest", task, load, resume_elsewhere]
     outputs = run(cells, tmp_path, may_fail=True).nb.cells
     for cell in outputs[:2]:
         assert "Spirals was defined in a notebook or a script" in error_of(cell)
-    assert "set task=module:Spirals" in printed(outputs[2])
-    assert "Linear(in_features=2, out_features=32" in printed(outputs[4])
-    assert "done  30 steps" in printed(outputs[5])
+    assert "set task=module:Spirals" in output_of(outputs[2])
+    assert "Linear(in_features=2, out_features=32" in output_of(outputs[4])
+    assert "done  30 steps" in output_of(outputs[5])
 
 
 def test_an_interrupt_stops_after_a_step_and_curves_stay(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ COMMAND = re.compile(
 QUOTES = re.compile(r"\bquote\(|\.shell_word\b|\bshlex\.join\(")
 
 
-def unquoted(path: Path) -> list[str]:
+def unquoted_commands(path: Path) -> list[str]:
     """Commands in a file's texts whose path or name is put in as it is."""
-    found = []
+    commands = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if not isinstance(node, ast.JoinedStr):
             continue
@@ -26,10 +26,10 @@ def unquoted(path: Path) -> list[str]:
                 continue
             value = ast.unparse(part)
             if COMMAND.search(before) and not QUOTES.search(value) and value != "{run}":
-                found.append(f"{path.relative_to(ROOT)}: {before[-60:]}{value}")
+                commands.append(f"{path.relative_to(ROOT)}: {before[-60:]}{value}")
             before += "…"
-    return found
+    return commands
 
 
 def test_every_path_in_a_command_is_quoted() -> None:
-    assert [each for path in ROOT.rglob("*.py") for each in unquoted(path)] == []
+    assert [command for path in ROOT.rglob("*.py") for command in unquoted_commands(path)] == []

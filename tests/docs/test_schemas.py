@@ -36,7 +36,7 @@ def errors(name: str, data: Any) -> list[str]:
     return [error.message for error in Draft202012Validator(ALL[name]).iter_errors(data)]
 
 
-def shipped() -> Iterator[Any]:
+def shipped_files() -> Iterator[Any]:
     """Every config, schedule and fleet of the repository with the name of its schema."""
     files = [*PRESETS.glob("*.yaml"), *STARTERS.glob("*.yaml"), *(ROOT / "src").rglob("*.yaml")]
     files += [*(ROOT / "examples").rglob("*.y*ml"), *(ROOT / "configs").iterdir()]
@@ -63,7 +63,7 @@ def test_what_is_published_is_what_the_command_prints(capsys: pytest.CaptureFixt
     assert {path.stem for path in schemas.FOLDER.iterdir()} == ALL.keys()
 
 
-@pytest.mark.parametrize(("name", "data"), [*shipped()])
+@pytest.mark.parametrize(("name", "data"), [*shipped_files()])
 def test_everything_that_is_shipped_is_valid(name: str, data: Any) -> None:
     assert errors(name, data) == []
     if isinstance(data, dict):
@@ -90,12 +90,12 @@ def test_everything_that_is_shipped_is_valid(name: str, data: Any) -> None:
     ],
 )
 def test_mistakes_are_marked(name: str, text: str, says: str) -> None:
-    found = [
+    messages = [
         message
         for error in Draft202012Validator(ALL[name]).iter_errors(data_of(text))
         for message in (error.message, *(inner.message for inner in leaves(error)))
     ]
-    assert any(says in message for message in found), found
+    assert any(says in message for message in messages), messages
 
 
 def leaves(error: Any) -> Iterator[Any]:
@@ -142,10 +142,10 @@ def test_the_key_is_no_part_of_a_config_schedule_or_fleet(
     line = '"$schema": ../docs/schemas/language.json\n'
     Path("plain.yaml").write_text("model: {n_layer: 2}\n")
     Path("with.yaml").write_text(f"{line}model: {{n_layer: 2}}\n")
-    loaded = load_config("with.yaml")
-    assert loaded.config == load_config("plain.yaml").config
-    assert SCHEMA_KEY not in loaded.to_yaml()
-    assert SCHEMA_KEY not in loaded.to_json()
+    loaded_config = load_config("with.yaml")
+    assert loaded_config.config == load_config("plain.yaml").config
+    assert SCHEMA_KEY not in loaded_config.to_yaml()
+    assert SCHEMA_KEY not in loaded_config.to_json()
     entries = [{"name": "change_lr", "value": 0.5, "when": {"at_step": 3}}]
     Path("list.json").write_text(json.dumps(entries))
     Path("grow.json").write_text(

@@ -23,9 +23,9 @@ def statements(page: str) -> list[str]:
     "statement", statements(PAGE.read_text("utf-8")), ids=lambda text: text[:50].strip("- ")
 )
 def test_a_statement_on_security_names_tests_that_exist(statement: str) -> None:
-    named = NAMED.findall(statement)
-    assert named, f"no test is named behind: {statement}"
-    for path, name in named:
+    tests = NAMED.findall(statement)
+    assert tests, f"no test is named behind: {statement}"
+    for path, name in tests:
         tree = ast.parse((ROOT / path).read_text("utf-8"))
         assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
@@ -35,5 +35,5 @@ def test_a_statement_without_a_test_is_found() -> None:
         "# Title\n\nIntroduction.\n\n## One\n\n- A claim.\n  Of two lines.\n"
         "  <!-- tests/a.py::test_a -->\n- Another one.\n\n### Two\n\nA paragraph\nof two.\n"
     )
-    assert [bool(NAMED.search(each)) for each in statements(page)] == [True, False, False]
+    assert [bool(NAMED.search(statement)) for statement in statements(page)] == [True, False, False]
     assert statements(page)[2] == "A paragraph\nof two."

@@ -25,8 +25,8 @@ def site(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Path:
     """Broken links and other warnings fail the build."""
     out = tmp_path_factory.mktemp("site")
     command = [forks.python, ROOT / "docs/sphinx/build.py", out]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stderr) == (0, ""), process.stderr
     return out
 
 

@@ -63,8 +63,8 @@ VARYING = (
 
 
 def snippets(page: Path, *languages: str) -> list[tuple[str, str]]:
-    found = FENCE.findall(page.read_text("utf-8"))
-    return [(kind, text) for kind, text in found if kind in languages]
+    fences = FENCE.findall(page.read_text("utf-8"))
+    return [(kind, text) for kind, text in fences if kind in languages]
 
 
 def commands(kind: str, text: str) -> list[tuple[str, list[str] | None]]:
@@ -73,24 +73,28 @@ def commands(kind: str, text: str) -> list[tuple[str, list[str] | None]]:
         return [(text, None)]
     parts = re.split(r"^\$ ((?:.*\\\n)*.*)\n", text, flags=re.MULTILINE)
     return [
-        (command, printed.rstrip("\n").split("\n") if printed else [])
-        for command, printed in zip(parts[1::2], parts[2::2], strict=True)
+        (command, output.rstrip("\n").split("\n") if output else [])
+        for command, output in zip(parts[1::2], parts[2::2], strict=True)
     ]
 
 
-def alike(line: str) -> str:
+def without_variables(line: str) -> str:
     """The line without what varies."""
     for pattern, instead in VARYING:
         line = re.sub(pattern, instead, line)
     return line.strip()
 
 
-def is_printed(given: list[str], printed: list[str]) -> bool:
+def is_printed(page_lines: list[str], output_lines: list[str]) -> bool:
     """Whether the lines of a page are those printed; `...` stands for any lines."""
     pattern = "".join(
-        "(?:.*\n)*?" if line == "..." else re.escape(f"{alike(line)}\n") for line in given
+        "(?:.*\n)*?" if line == "..." else re.escape(f"{without_variables(line)}\n")
+        for line in page_lines
     )
-    return re.fullmatch(pattern, "".join(f"{alike(line)}\n" for line in printed)) is not None
+    return (
+        re.fullmatch(pattern, "".join(f"{without_variables(line)}\n" for line in output_lines))
+        is not None
+    )
 
 
 @pytest.mark.timeout(600)
@@ -115,12 +119,14 @@ def test_the_commands_of_a_page_work_one_after_the_other(
         "PATH": f"{first}:{forks.bin}:{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
     }
-    typed = [one for kind, text in snippets(page, *TYPED) for one in commands(kind, text)]
-    if any("recipes.grpo" in snippet for snippet, _ in typed):
+    page_commands = [
+        entry for kind, text in snippets(page, *TYPED) for entry in commands(kind, text)
+    ]
+    if any("recipes.grpo" in snippet for snippet, _ in page_commands):
         forks_for_grpo()
-    for original, given in typed:
+    for original, page_lines in page_commands:
         snippet = re.sub(*SHORTER[page.name], original) if page.name in SHORTER else original
-        done = subprocess.run(
+        process = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", snippet],
             cwd=tmp_path,
             env=environment,
@@ -129,21 +135,21 @@ def test_the_commands_of_a_page_work_one_after_the_other(
             text=True,
             check=False,
         )
-        assert done.returncode == 0, f"{snippet}\n{done.stdout}"
-        if given is not None:
-            printed = done.stdout.splitlines()
-            assert is_printed(given, printed), f"{snippet}\n{done.stdout}\nis not\n" + "\n".join(
-                given
+        assert process.returncode == 0, f"{snippet}\n{process.stdout}"
+        if page_lines is not None:
+            output_lines = process.stdout.splitlines()
+            assert is_printed(page_lines, output_lines), (
+                f"{snippet}\n{process.stdout}\nis not\n" + "\n".join(page_lines)
             )
 
 
 def test_output_on_a_page_may_differ_in_numbers_only() -> None:
-    printed = ["run demo-r7f3a", "   2.8s  step 1,000  4.1k tok/s", "kept", "val 3.1"]
-    assert is_printed(["run demo-abcde", "1m05  step 6  972 tok/s", "...", "val 4.0"], printed)
-    assert is_printed(["..."], printed)
-    assert not is_printed(["run demo-r7f3a"], printed)
-    assert not is_printed(["...", "loss 3.1"], printed)
-    assert not is_printed(["...", "kept"], printed)
+    output_lines = ["run demo-r7f3a", "   2.8s  step 1,000  4.1k tok/s", "kept", "val 3.1"]
+    assert is_printed(["run demo-abcde", "1m05  step 6  972 tok/s", "...", "val 4.0"], output_lines)
+    assert is_printed(["..."], output_lines)
+    assert not is_printed(["run demo-r7f3a"], output_lines)
+    assert not is_printed(["...", "loss 3.1"], output_lines)
+    assert not is_printed(["...", "kept"], output_lines)
 
 
 def test_the_readme_lists_every_extra() -> None:
@@ -169,11 +175,11 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 def test_a_common_task_takes_at_most_two_commands_or_an_edit(tmp_path: Path) -> None:
     page = ROOT / "docs/tasks.md"
-    (_, *typed), edits = snippets(page, "bash"), snippets(page, "yaml")
-    assert len(typed) + len(edits) == page.read_text("utf-8").count("\n**") >= 30
-    for _, task in typed:
-        edited = HERE_DOCUMENT.sub("", task.replace("\\\n", ""))
-        assert len(edited.splitlines()) <= 2, task
+    (_, *tasks), edits = snippets(page, "bash"), snippets(page, "yaml")
+    assert len(tasks) + len(edits) == page.read_text("utf-8").count("\n**") >= 30
+    for _, task in tasks:
+        command_lines = HERE_DOCUMENT.sub("", task.replace("\\\n", ""))
+        assert len(command_lines.splitlines()) <= 2, task
     for _, task in edits:
         (tmp_path / "edited.yaml").write_text(task)
         load_config(str(tmp_path / "edited.yaml"))
@@ -182,9 +188,9 @@ def test_a_common_task_takes_at_most_two_commands_or_an_edit(tmp_path: Path) -> 
 def test_every_make_target_that_is_named_exists() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     text = "\n".join(page.read_text("utf-8") for page in PAGES)
-    named = set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE))
-    assert named
-    assert named <= targets
+    page_targets = set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE))
+    assert page_targets
+    assert page_targets <= targets
 
 
 def test_the_tree_in_the_architecture_page_is_the_one_on_disk() -> None:
@@ -204,29 +210,29 @@ def test_what_the_paths_through_the_code_name_is_in_those_files() -> None:
     page = (ROOT / "docs/internals.md").read_text("utf-8")
     lines = re.findall(r"^\d+\. \[(\S+)\]\(\S+\): (.*)$", page, re.MULTILINE)
     rows = re.findall(r"^\| [^|]+ \| (`\S+\.py`[^|]*) \| ([^|]+) \|$", page, re.MULTILINE)
-    named = [([file], re.findall(r"`([A-Z]\w+)", text)) for file, text in lines]
+    file_names = [([file], re.findall(r"`([A-Z]\w+)", text)) for file, text in lines]
     for file, text in lines:
-        linked = [file, *re.findall(r"\]\(\.\./src/instar/(\S+\.py)\)", text)]
-        sources = [(ROOT / "src/instar" / name).read_text("utf-8") for name in linked]
+        linked_files = [file, *re.findall(r"\]\(\.\./src/instar/(\S+\.py)\)", text)]
+        sources = [(ROOT / "src/instar" / name).read_text("utf-8") for name in linked_files]
         for name in re.findall(r"`([A-Za-z_][\w.]*)(?:\([^`]*\))?`", text):
             last = name.rpartition(".")[2]
             assert any(re.search(rf"\b{last}\b", source) for source in sources), (file, name)
-    named += [
+    file_names += [
         (re.findall(r"`(\S+)`", files), re.findall(r"`(\w+)`", names)) for files, names in rows
     ]
     assert len(lines) > 40
     assert len(rows) == 10
-    for files, names in named:
+    for files, names in file_names:
         text = "\n".join((ROOT / "src/instar" / file).read_text("utf-8") for file in files)
         for name in names:
             assert re.search(rf"\b(class|def) {name}\b", text), (files, name)
 
 
 def test_every_page_is_reached_from_the_readme() -> None:
-    linked = {
+    targets = {
         (ROOT / target).resolve()
         for target in LINK.findall((ROOT / "README.md").read_text("utf-8"))
         if "://" not in target
     }
     pages = {page.resolve() for page in (ROOT / "docs").glob("*.md")}
-    assert pages <= linked, pages - linked
+    assert pages <= targets, pages - targets

@@ -23,12 +23,12 @@ def test_mypy_accepts_the_documented_task(tmp_path: Path) -> None:
         )
         (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
     command = [sys.executable, "-m", "mypy", "--strict", str(tmp_path / "spirals.py")]
-    cached = ["--cache-dir", str(ROOT / ".mypy_cache"), "--config-file", "pyproject.toml"]
-    done = subprocess.run(
-        [*command, str(tmp_path / "net.py"), *cached],
+    options = ["--cache-dir", str(ROOT / ".mypy_cache"), "--config-file", "pyproject.toml"]
+    process = subprocess.run(
+        [*command, str(tmp_path / "net.py"), *options],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert process.returncode == 0, process.stdout + process.stderr

@@ -42,9 +42,9 @@ def train(config: Path, run: Path, forks: Forks, ranks: int, *more: str) -> list
 
 
 def result(run: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run / "test/result.json").read_text("utf-8"))
-    del found["seconds"], found["checkpoint"]
-    return found
+    values: dict[str, Any] = json.loads((run / "test/result.json").read_text("utf-8"))
+    del values["seconds"], values["checkpoint"]
+    return values
 
 
 def reason(events: list[dict[str, Any]]) -> tuple[int, str]:
@@ -58,9 +58,9 @@ def test_the_trial_ends_early_with_the_same_bits_on_one_rank_and_on_two(
     tmp_path: Path, forks: Forks
 ) -> None:
     runs = {ranks: tmp_path / f"on-{ranks}" for ranks in (1, 2)}
-    ended = {ranks: reason(train(TRIAL, run, forks, ranks)) for ranks, run in runs.items()}
-    assert ended[1] == ended[2]
-    assert re.search("manifold/accuracy has not .* and dimension/accuracy has not", ended[1][1])
+    reasons = {ranks: reason(train(TRIAL, run, forks, ranks)) for ranks, run in runs.items()}
+    assert reasons[1] == reasons[2]
+    assert re.search("manifold/accuracy has not .* and dimension/accuracy has not", reasons[1][1])
     assert result(runs[1]) == result(runs[2])
     one, two = ({file.name: file for file in run.rglob("*")} for run in runs.values())
     assert one.keys() - {"rank_0.log"} == two.keys() - {
@@ -84,10 +84,10 @@ def test_the_growing_network_ends_in_the_shape_of_the_other(tmp_path: Path, fork
     ]
     options = [f"schedule={json.dumps(schedule)}", "train.until=8it", "eval.eval_epochs=null"]
     events = train(GROWTH, tmp_path / "growth", forks, 1, *options, "eval.eval_interval=4")
-    grown = [event for event in events if event["kind"] == "operation"]
-    assert [event["name"] for event in grown] == ["widen", "insert_layers", "widen"]
+    operations = [event for event in events if event["kind"] == "operation"]
+    assert [event["name"] for event in operations] == ["widen", "insert_layers", "widen"]
     model = load_config(str(TRIAL)).config.model
-    last = grown[-1]["architecture"]
+    last = operations[-1]["architecture"]
     assert (last["layers"], last["width"]) == (model.n_layer, model.width)
     assert last["mlp"] == 2 * model.width
     assert result(tmp_path / "growth")["samples"] == 32
@@ -102,7 +102,7 @@ def test_the_growing_network_is_asked_the_same_of_the_same_sets() -> None:
 
 def test_the_tutorial_runs_and_what_it_prints_is_what_it_says(tmp_path: Path) -> None:
     copy = shutil.copy(NOTEBOOK, tmp_path)
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", EXECUTE, "--inplace", copy],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -110,18 +110,18 @@ def test_the_tutorial_runs_and_what_it_prints_is_what_it_says(tmp_path: Path) ->
         timeout=150,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     notebook = nbformat.read(copy, as_version=4)
-    printed = "".join(
+    text = "".join(
         output["text"]
         for cell in notebook.cells
         for output in cell.get("outputs", [])
         if output["output_type"] == "stream"
     )
-    network, alone = map(float, re.findall(r"the network (\S+), .* alone (\S+)", printed)[0])
+    network, baseline = map(float, re.findall(r"the network (\S+), .* alone (\S+)", text)[0])
     assert network >= 0.9
-    assert 0.4 < alone < 0.6
-    assert "for 3 evaluations" in printed
+    assert 0.4 < baseline < 0.6
+    assert "for 3 evaluations" in text
 
 
 def test_the_tutorial_is_kept_without_outputs() -> None:

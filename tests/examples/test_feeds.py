@@ -54,7 +54,7 @@ def train(name: str, place: Path, forks: Forks, *more: str) -> list[dict[str, An
     return [json.loads(line) for line in lines]
 
 
-def told(events: list[dict[str, Any]], kind: str, field: str) -> list[Any]:
+def values_of(events: list[dict[str, Any]], kind: str, field: str) -> list[Any]:
     return [event.get(field) for event in events if event["kind"] == kind]
 
 
@@ -64,26 +64,29 @@ def test_each_runs_and_those_of_the_same_samples_are_the_same_run(
 ) -> None:
     small = ("train.until=2it", "eval.eval_interval=2", "model.n_layer=1")
     losses = {
-        name: told(train(name, place, forks, *small), "train", "loss")
+        name: values_of(train(name, place, forks, *small), "train", "loss")
         for name in CONFIGS
         if name not in PAIR
     }
-    assert {len(found) for found in losses.values()} == {2}
+    assert {len(series) for series in losses.values()} == {2}
     # 64 windows of the same text a step: whoever reads them, and however many ranks there are
     for other in ("4cpu", "dispatched", "grad_accum", "sharded_dataset"):
         assert losses[other] == pytest.approx(losses["2ranks"], rel=1e-4), other
-    dispatched, sharded = losses["iterable_dataset"], losses["sharded_iterable_dataset"]
-    assert sharded == pytest.approx(dispatched, rel=1e-4)
-    assert sharded[0] != pytest.approx(losses["2ranks"][0], rel=1e-6)
+    dispatched_losses, sharded_losses = (
+        losses["iterable_dataset"],
+        losses["sharded_iterable_dataset"],
+    )
+    assert sharded_losses == pytest.approx(dispatched_losses, rel=1e-4)
+    assert sharded_losses[0] != pytest.approx(losses["2ranks"][0], rel=1e-6)
 
 
 def test_a_run_goes_on_where_it_was_saved(place: Path, forks: Forks) -> None:
     first, second = PAIR
     train(first, place, forks, "checkpoint.every_steps=2")
     events = train(second, place, forks, "checkpoint.every_steps=2", "train.until=6it")
-    assert told(events, "run_started", "resumed_from") == [None, "step-3"]
-    assert told(events, "train", "step") == [1, 2, 3, 4, 5, 6]
-    assert told(events, "checkpoint", "step") == [2, 3, 4, 6]
+    assert values_of(events, "run_started", "resumed_from") == [None, "step-3"]
+    assert values_of(events, "train", "step") == [1, 2, 3, 4, 5, 6]
+    assert values_of(events, "checkpoint", "step") == [2, 3, 4, 6]
     words = ["train", str(CONFIGS[second]), "--dry-run"]
     (child,) = children_as_ranks(forks, 1, INSTAR, words, place=place)
     assert child.finish() == 0, child.output()
@@ -94,8 +97,8 @@ def test_the_second_of_the_pair_is_the_first_to_a_later_end() -> None:
     first, second = (load_config(str(CONFIGS[name])).config for name in PAIR)
     assert (first.train.until, second.train.until) == (("500it",), ("1000it",))
     assert second.resume == "auto"
-    changed = {"name": first.name, "train": first.train, "resume": first.resume}
-    assert second.model_copy(update=changed) == first
+    changes = {"name": first.name, "train": first.train, "resume": first.resume}
+    assert second.model_copy(update=changes) == first
 
 
 def test_the_page_has_every_config_with_its_command() -> None:

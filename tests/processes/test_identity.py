@@ -45,12 +45,12 @@ def lock(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_signal_goes_to_the_process_that_holds_the_lock(lock: Path) -> None:
-    received: list[int] = []
-    before = signal.signal(signal.SIGUSR1, lambda number, _: received.append(number))
+    signals: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: signals.append(number))
     try:
         assert lock_owner(lock) == os.getpid()
         signal_owner(lock, signal.SIGUSR1)
-        assert received == [signal.SIGUSR1]
+        assert signals == [signal.SIGUSR1]
     finally:
         signal.signal(signal.SIGUSR1, before)
 
@@ -93,8 +93,8 @@ def test_a_process_that_reads_a_lock_or_holds_it_under_another_name_is_not_signa
 
 
 def test_what_a_file_says_of_a_process_is_compared_with_the_process() -> None:
-    here = {"host": ProcessName.of_this().host} | this_process()
-    assert running_process(here) == os.getpid()
+    record = {"host": ProcessName.of_this().host} | this_process()
+    assert running_process(record) == os.getpid()
     for damage in (
         {"pid": -1},
         {"pid": 0},
@@ -103,11 +103,11 @@ def test_what_a_file_says_of_a_process_is_compared_with_the_process() -> None:
         {"pid": str(os.getpid())},
         {"pid_started": None},
         {"pid_started": float("nan")},
-        {"pid_started": float(str(here["pid_started"])) - 60},
+        {"pid_started": float(str(record["pid_started"])) - 60},
         {"host": "elsewhere"},
         {"host": None},
     ):
-        assert running_process(here | damage) is None, damage
+        assert running_process(record | damage) is None, damage
 
 
 def test_a_full_disk_leaves_a_lock_without_a_name(tmp_path: Path) -> None:

@@ -25,11 +25,11 @@ LIMIT_S = 30
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Workers]:
-    with Workers(open_thing, 2) as started:
-        yield started
+    with Workers(open_thing, 2) as pool:
+        yield pool
 
 
-def ended(process: int) -> bool:
+def ends(process: int) -> bool:
     """Whether a process is gone within the limit."""
     try:
         handle = os.pidfd_open(process)
@@ -86,9 +86,9 @@ def test_calls_go_to_the_worker_they_name_in_their_order(workers: Workers) -> No
     ],
 )
 def test_arrays_arrive_whole_and_can_be_written_to(workers: Workers, array: np.ndarray) -> None:
-    doubled = workers.call(1, "double", array).result()
-    assert np.array_equal(doubled, 2 * array)
-    doubled[...] = 0
+    result = workers.call(1, "double", array).result()
+    assert np.array_equal(result, 2 * array)
+    result[...] = 0
 
 
 def test_a_worker_imports_no_torch(workers: Workers) -> None:
@@ -112,9 +112,9 @@ def test_signals_to_the_group_leave_workers_alone(workers: Workers) -> None:
 def test_a_killed_worker_is_an_error_that_names_it() -> None:
     with Workers(open_thing, 2) as workers:
         waiting = workers.call(1, "sleep_for_ever")
-        behind = workers.call(1, "echo", 1)
+        next_call = workers.call(1, "echo", 1)
         os.kill(workers.processes[1], signal.SIGKILL)
-        for future in (waiting, behind, workers.call(1, "echo", 2)):
+        for future in (waiting, next_call, workers.call(1, "echo", 2)):
             with pytest.raises(
                 WorkerLost, match=r"worker 1 of 2 \(process \d+\) was killed by SIGKILL"
             ):
@@ -124,18 +124,18 @@ def test_a_killed_worker_is_an_error_that_names_it() -> None:
 
 def test_a_worker_that_leaves_is_an_error_that_names_it() -> None:
     with Workers(open_thing, 1) as workers:
-        left = workers.call(0, "leave", 3)
+        future = workers.call(0, "leave", 3)
         with pytest.raises(
             WorkerLost, match=r"worker 0 of 1 \(process \d+\) ended with exit code 3"
         ):
-            left.result(LIMIT_S)
+            future.result(LIMIT_S)
 
 
 def test_what_cannot_be_opened_is_an_error_and_leaves_nobody() -> None:
     with pytest.raises(FileNotFoundError, match="there is nothing to open") as caught:
         Workers(open_nothing, 2)
     process = int(str(caught.value.__cause__).split("(process ")[1].split(")")[0])
-    assert ended(process)
+    assert ends(process)
 
 
 def test_closing_ends_a_busy_worker() -> None:
@@ -144,7 +144,7 @@ def test_closing_ends_a_busy_worker() -> None:
     processes = workers.processes
     workers.close()
     workers.close()
-    assert all(ended(process) for process in processes)
+    assert all(ends(process) for process in processes)
     with pytest.raises(WorkerLost, match="worker 0 of 2 is closed"):
         waiting.result(LIMIT_S)
     with pytest.raises(WorkerLost, match="worker 1 of 2 is closed"):
@@ -161,7 +161,7 @@ def test_workers_are_gone_when_their_process_is_killed() -> None:
         processes = [int(word) for word in parent.stdout.readline().split()]
         assert len(processes) == 2
         parent.kill()
-    assert all(ended(process) for process in processes)
+    assert all(ends(process) for process in processes)
 
 
 def test_no_worker_is_no_answer() -> None:

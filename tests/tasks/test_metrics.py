@@ -36,17 +36,17 @@ def plain(columns: Columns) -> dict[str, float]:
     """What torchmetrics says of all samples at once, in float64."""
     tensors = {name: torch.from_numpy(np.asarray(values)) for name, values in columns.items()}
     batch = {name: t.double() if t.is_floating_point() else t for name, t in tensors.items()}
-    given, found = scored.inputs(batch), {}
+    inputs, metric_values = scored.inputs(batch), {}
     for name, metric in scored.metrics().items():
-        said, true = given[name]
-        if not len(said) or said.isnan().any():
-            found[name] = math.nan
+        outputs, true = inputs[name]
+        if not len(outputs) or outputs.isnan().any():
+            metric_values[name] = math.nan
         elif metric is scored.largest_gap:
-            found[name] = metric(said.numpy(), true.numpy())
+            metric_values[name] = metric(outputs.numpy(), true.numpy())
         else:
-            metric.update(*given[name])
-            found[name] = float(metric.compute())
-    return found | {"missed": 1 - found["f1"]}
+            metric.update(*inputs[name])
+            metric_values[name] = float(metric.compute())
+    return metric_values | {"missed": 1 - metric_values["f1"]}
 
 
 @pytest.fixture(scope="module")
@@ -58,19 +58,19 @@ def server() -> Iterator[Forks]:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_any_number_of_ranks_computes_what_one_process_does(tmp_path: Path, server: Forks) -> None:
-    wanted = [plain(scored.columns(samples, nan)) for samples, _, nan in CASES]
-    told = [scored.score(ALONE, *case) for case in CASES]
+    expected_values = [plain(scored.columns(samples, nan)) for samples, _, nan in CASES]
+    scores = [scored.score(ALONE, *case) for case in CASES]
     for ranks in (2, 3):
         arguments = "scored:score_all", str(tmp_path), CASES
         children = children_as_ranks(server, ranks, *arguments, place=tmp_path)
         assert codes(children) == [0] * ranks, output_of(children)
         texts = {(tmp_path / f"w{ranks}-{rank}").read_text() for rank in range(ranks)}
         assert len(texts) == 1
-        told += json.loads(texts.pop())
-    for found, expected in zip(told, 3 * wanted, strict=True):
-        assert set(found) == {"loss", *expected}
+        scores += json.loads(texts.pop())
+    for actual, expected in zip(scores, 3 * expected_values, strict=True):
+        assert set(actual) == {"loss", *expected}
         for name, value in expected.items():
-            assert found[name] == pytest.approx(value, rel=1e-6, abs=1e-6, nan_ok=True), name
+            assert actual[name] == pytest.approx(value, rel=1e-6, abs=1e-6, nan_ok=True), name
 
 
 def test_a_run_follows_them(tmp_path: Path, server: Forks) -> None:
@@ -93,17 +93,19 @@ def test_a_run_follows_them(tmp_path: Path, server: Forks) -> None:
     aurocs = [metrics["auroc"] for _, metrics in rows]
     assert rows[-1][0] == 60 or still_since(aurocs, better="max") == 3
 
-    tested = result(run_dir)["metrics"]
+    metrics_of_test = result(run_dir)["metrics"]
     table = pq.read_table(run_dir / "test" / "predictions.parquet")
     side = table["side"].to_numpy()
     chances = np.array(table["chances"].to_pylist())
     above = chances[side == 1, 1][:, None] - chances[side == 0, 1]
-    assert tested["auroc"]["value"] == pytest.approx(
+    assert metrics_of_test["auroc"]["value"] == pytest.approx(
         np.mean((above > 0) + (above == 0) / 2), abs=1e-6
     )
-    assert tested["doubt"]["value"] == pytest.approx(np.median(1 - chances.max(1)), abs=1e-6)
-    assert tested["auroc"]["standard_error"] is None
-    assert tested["auroc"]["weight"] == 23
+    assert metrics_of_test["doubt"]["value"] == pytest.approx(
+        np.median(1 - chances.max(1)), abs=1e-6
+    )
+    assert metrics_of_test["auroc"]["standard_error"] is None
+    assert metrics_of_test["auroc"]["weight"] == 23
 
 
 @pytest.mark.parametrize("limit", [3, 4, 21])
@@ -137,11 +139,11 @@ def test_mistakes_are_named_before_the_run(
 ) -> None:
     science.place(tmp_path)
     monkeypatch.chdir(tmp_path)
-    loaded = load_config(
+    loaded_config = load_config(
         "run.yaml", [f"task=scored:{task}", "precision=fp32", "checkpoint.best_of=[loss]"]
     )
     with pytest.raises(ConfigError) as caught:
-        run_trial(preflight(loaded, 1), ALONE)
+        run_trial(preflight(loaded_config, 1), ALONE)
     assert REFUSED[task] in str(caught.value)
 
 
@@ -157,7 +159,7 @@ def test_a_metric_that_fails_ends_all_ranks(tmp_path: Path, server: Forks, task:
     rank, message = FAILING[task]
     children = place.train(tmp_path / "run", f"task=scored:{task}", ranks=2)
     assert 0 not in codes(children)
-    (failed,) = events(tmp_path / "run", "failed")
-    assert failed["rank"] == rank, failed
-    assert message in failed["message"]
+    (failure,) = events(tmp_path / "run", "failed")
+    assert failure["rank"] == rank, failure
+    assert message in failure["message"]
     assert message in output_of(children)

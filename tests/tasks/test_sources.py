@@ -26,7 +26,7 @@ FILES = {
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, content in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
@@ -34,7 +34,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_files_are_those_that_the_module_imports_from_its_folder(here: Path) -> None:
+def test_the_files_are_those_that_the_module_imports_from_its_folder(
+    working_directory: Path,
+) -> None:
     names = {name for name, _ in task_files("task:Task")}
     assert names == {name for name in FILES if "unrelated" not in name}
     assert {"helper.py", "parts/__init__.py", "parts/layers.py"} <= {
@@ -42,7 +44,7 @@ def test_the_files_are_those_that_the_module_imports_from_its_folder(here: Path)
     }
     assert task_files("language") == task_files("json:Task") == task_files("none:Task") == ()
     assert "task" not in sys.modules
-    (here / "task.py").write_text("import helper")
+    (working_directory / "task.py").write_text("import helper")
     assert {name for name, _ in task_files("task:Task")} == {
         "task.py",
         "helper.py",
@@ -77,6 +79,6 @@ def test_a_resume_after_an_edit_begins_anew_and_says_so(
     (tmp_path / "scale.py").write_text("BY = 100\n")
     children = place.resume(run, "--until", "8it")
     assert [child.finish() for child in children] == [0], output_of(children)
-    (anew,) = events(run, "begins_anew")
-    assert anew["reasons"] == ["the source of the task has changed"]
+    (restart,) = events(run, "begins_anew")
+    assert restart["reasons"] == ["the source of the task has changed"]
     assert events(run, "run_finished")[-1]["best_step"] == 8
