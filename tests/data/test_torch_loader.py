@@ -21,7 +21,7 @@ def config(*overrides: str) -> RunConfig:
 
 
 @pytest.mark.parametrize(
-    ("loader", "overrides", "said"),
+    ("loader", "overrides", "messages"),
     [
         ({"shuffle": True}, (), []),
         ({"sampler": WeightedRandomSampler([1.0] * 12, 12)}, (), []),
@@ -59,11 +59,14 @@ def config(*overrides: str) -> RunConfig:
     ],
 )
 def test_settings_that_are_not_used_are_said(
-    loader: dict[str, Any], overrides: tuple[str, ...], said: list[str]
+    loader: dict[str, Any], overrides: tuple[str, ...], messages: list[str]
 ) -> None:
-    made = DataLoader(SAMPLES, **{"batch_size": 4, **loader})  # type: ignore[arg-type, var-annotated]
-    assert unused_settings(made, config(*overrides)) == said
-    assert unused_settings({"train": made, "val": DataLoader(SAMPLES)}, config(*overrides)) == said  # type: ignore[arg-type]
+    data_loader = DataLoader(SAMPLES, **{"batch_size": 4, **loader})  # type: ignore[arg-type, var-annotated]
+    assert unused_settings(data_loader, config(*overrides)) == messages
+    assert (
+        unused_settings({"train": data_loader, "val": DataLoader(SAMPLES)}, config(*overrides))
+        == messages
+    )  # type: ignore[arg-type]
     assert unused_settings(SAMPLES, config(*overrides)) == []
 
 
