@@ -66,22 +66,20 @@ def test_every_part_goes_on_in_its_own_order_through_all_stages(
 ) -> None:
     sizes = (7, 20, 11)
     order = mixture_order(Shuffled, sizes, (1, 1, 1), seed)
-    counts, samples = (0, 0, 0), list[int]()
+    begin, samples = (0, 0, 0), list[int]()
     for weights, length in stages:
-        stage = order.at_stage(MixtureStage(tuple(weights), counts))  # type: ignore[attr-defined]
+        stage = order.at_stage(MixtureStage(tuple(weights), begin))  # type: ignore[attr-defined]
         per_epoch, place, of_stage = stage.samples_per_epoch, 0, list[int]()
         while place < length:
             epoch, start = divmod(place, per_epoch)
             stop = min(per_epoch, start + length - place, start + 5)
             of_stage += stage.indices(epoch, start, stop).tolist()
             place += stop - start
-            assert stage.counts(place)[0] == counts[0] + sum(index < 7 for index in of_stage)
+            assert stage.counts(place)[0] == begin[0] + sum(index < 7 for index in of_stage)
         samples += of_stage
         parts = np.searchsorted(np.cumsum(sizes), of_stage, side="right")
-        counts = tuple(
-            before + int((parts == number).sum()) for number, before in enumerate(counts)
-        )  # type: ignore[assignment]
-        assert stage.counts(length) == counts
+        begin = tuple(before + int((parts == number).sum()) for number, before in enumerate(begin))  # type: ignore[assignment]
+        assert stage.counts(length) == begin
     firsts = (0, 7, 27)
     for number, (first, size) in enumerate(zip(firsts, sizes, strict=True)):
         part_samples = [index - first for index in samples if first <= index < first + size]

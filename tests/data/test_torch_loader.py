@@ -21,7 +21,7 @@ def config(*overrides: str) -> RunConfig:
 
 
 @pytest.mark.parametrize(
-    ("loader", "overrides", "messages"),
+    ("loader", "overrides", "notes"),
     [
         ({"shuffle": True}, (), []),
         ({"sampler": WeightedRandomSampler([1.0] * 12, 12)}, (), []),
@@ -59,13 +59,12 @@ def config(*overrides: str) -> RunConfig:
     ],
 )
 def test_settings_that_are_not_used_are_said(
-    loader: dict[str, Any], overrides: tuple[str, ...], messages: list[str]
+    loader: dict[str, Any], overrides: tuple[str, ...], notes: list[str]
 ) -> None:
-    data_loader = DataLoader(SAMPLES, **{"batch_size": 4, **loader})  # type: ignore[arg-type, var-annotated]
-    assert unused_settings(data_loader, config(*overrides)) == messages
+    train = DataLoader(SAMPLES, **{"batch_size": 4, **loader})  # type: ignore[arg-type, var-annotated]
+    assert unused_settings(train, config(*overrides)) == notes
     assert (
-        unused_settings({"train": data_loader, "val": DataLoader(SAMPLES)}, config(*overrides))
-        == messages
+        unused_settings({"train": train, "val": DataLoader(SAMPLES)}, config(*overrides)) == notes
     )  # type: ignore[arg-type]
     assert unused_settings(SAMPLES, config(*overrides)) == []
 
