@@ -31,7 +31,7 @@ from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir, runs_in
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
-from browser import Watched, chromium, watched
+from browser import Watched, chromium, watch_page
 from dashboards import dashboard
 from records import make_runs
 
@@ -101,7 +101,7 @@ def painted(browser: Browser, runs: Path) -> Iterator[Case]:
         for name, (hash_, count) in views.items():
             found = []
             for _ in range(1 if state == "cold" else 3):
-                with dashboard(runs, "--port", "0") as (address, _), watched(browser) as seen:
+                with dashboard(runs, "--port", "0") as (address, _), watch_page(browser) as seen:
                     seen.page.set_default_timeout(300_000)
                     seen.page.goto(address + hash_)
                     found.append(seen.page.evaluate(PAINTED, count))
@@ -115,7 +115,7 @@ def live(browser: Browser, runs: Path, parsed: argparse.Namespace) -> Iterator[C
     run = RunDir(max(runs.iterdir(), key=lambda path: path.name))
     with (
         dashboard(runs, "--port", "0") as (address, process),
-        watched(browser) as seen,
+        watch_page(browser) as seen,
         Recorder(run.events) as record,
     ):
         seen.page.goto(f"{address}#runs={run.path.name}")

@@ -17,10 +17,10 @@ from PIL import Image
 from playwright.sync_api import Browser, expect
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
-from browser import chromium, watched
-from dashboards import served
-from opened import drawn
-from scenes import SCENES, config, crash, eight, grows, one, resumed_twice, write
+from browser import chromium, watch_page
+from dashboards import serve_dashboard
+from opened import wait_for_frame
+from scenes import SCENES, config, crash, eight_runs, grows, one_run, resumed_twice, write
 
 from instar.extensions.board.report import report_html
 from instar.logs.plot.compose import ChartRequest, compose
@@ -61,16 +61,16 @@ def page(
         scene(folder)
         runs = ",".join(sorted(run.path.name for run in runs_in(folder)))
         with (
-            served(folder) as address,
-            watched(browser, scheme=scheme, width=size[0], height=size[1]) as seen,
+            serve_dashboard(folder) as address,
+            watch_page(browser, scheme=scheme, width=size[0], height=size[1]) as seen,
         ):
             seen.page.goto(f"{address}#tab={tab}&runs={runs}")
             seen.page.wait_for_selector("#link[data-state=live]")
             shown = "table.runs" if tab == "overview" else ".panel[data-runs]"
             seen.page.wait_for_selector(shown if runs else "#view code")
             expect(seen.page.locator(".none:visible", has_text="reading")).to_have_count(0)
-            drawn(seen.page)
-            drawn(seen.page)
+            wait_for_frame(seen.page)
+            wait_for_frame(seen.page)
             keep(name, seen.page.screenshot())
 
 
@@ -80,9 +80,9 @@ def report(browser: Browser, name: str, scene: Callable[[Path], None]) -> None:
         scene(Path("runs"))
         path = Path(place, "report.html")
         path.write_text(report_html([read_record(runs_in(Path("runs"))[-1])]), encoding="utf-8")
-        with watched(browser, width=1200, height=1000) as seen:
+        with watch_page(browser, width=1200, height=1000) as seen:
             seen.page.goto(path.as_uri())
-            drawn(seen.page)
+            wait_for_frame(seen.page)
             keep(name, seen.page.screenshot())
 
 
@@ -107,13 +107,13 @@ def main() -> None:
     with chromium() as browser:
         page(browser, "dashboard", three)
         page(browser, "dashboard-dark", three, scheme="dark")
-        page(browser, "dashboard-phone", one, size=(390, 844))
-        page(browser, "dashboard-table", eight, "overview")
+        page(browser, "dashboard-phone", one_run, size=(390, 844))
+        page(browser, "dashboard-table", eight_runs, "overview")
         for name in ("eight", "hundred", "stopped", "empty"):
             page(browser, f"dashboard-{name}", SCENES[name])
         page(browser, "dashboard-crash", crash)
-        report(browser, "report", one)
-    plot("plot-run", one, ChartRequest(lr=True))
+        report(browser, "report", one_run)
+    plot("plot-run", one_run, ChartRequest(lr=True))
     plot("plot-seeds", seeds, ChartRequest(by="seed", weight=0.6))
     plot("plot-resumed", resumed_twice, ChartRequest())
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import shortened
+from cases import parametrize_first
 from forks import Forks
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +34,7 @@ def result_of(name: str, folder: Path, python: Path) -> dict[str, Any]:
     return written
 
 
-@shortened(
+@parametrize_first(
     ("name", "barred"),
     [
         ("communication", "closed form / simulation, worst case"),

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cases import shortened
+from cases import parametrize_first
 from needed import needs, without_deleted
-from written_runs import written
+from written_runs import write_run
 
 from instar.config.errors import sentence_of
 from instar.distributed.failure import exception_text, out_of_memory
@@ -82,7 +82,7 @@ def few_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (10, 10))
 
 
-@shortened("limit", [small_files, few_files], first=1)
+@parametrize_first("limit", [small_files, few_files], first=1)
 def test_a_full_disk_and_few_open_files_end_in_a_sentence(
     instar: Instar, place: Path, limit: Callable[[], None]
 ) -> None:
@@ -113,11 +113,11 @@ def test_too_little_memory_is_said_so() -> None:
 def odd(place: Path) -> Path:
     """Two runs, the folder of one of which has a name that is not UTF-8."""
     for name in ("even-aaaaa", ODD):
-        written(place / "runs" / name, {1: 3.0, 2: 2.0}, {2: 2.5})
+        write_run(place / "runs" / name, {1: 3.0, 2: 2.0}, {2: 2.5})
     return place
 
 
-@shortened(
+@parametrize_first(
     "words",
     without_deleted(
         [

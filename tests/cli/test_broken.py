@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from broken_commands import COMMANDS
 from broken_configs import CONFIGS, GOOD
-from cases import shortened
+from cases import parametrize_first
 from forks import forks
-from typed import Outcome, typed
+from typed import Outcome, run_commands
 
 TEXT = "".join(f"{n} squared is {n * n}, and {n} cubed is {n**3}.\n" for n in range(300))
 RUN = """\
@@ -42,7 +42,7 @@ def validated(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Outcome]
         (folder / broken.base).write_bytes(broken.text().encode())
         named = "scheduled.yaml" if broken.base == "grow.yaml" else broken.base
         commands.append((folder, ["config", "validate", named]))
-    return dict(zip(CONFIGS, typed(commands), strict=True))
+    return dict(zip(CONFIGS, run_commands(commands), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def answers(place: Path) -> Mapping[str, Outcome]:
     """What every broken command line came to."""
     return dict(
-        zip(COMMANDS, typed([(place, shlex.split(line)) for line in COMMANDS]), strict=True)
+        zip(COMMANDS, run_commands([(place, shlex.split(line)) for line in COMMANDS]), strict=True)
     )
 
 
@@ -93,7 +93,9 @@ def test_what_the_configs_are_made_of_is_right(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
     names = [name for name in GOOD if name != "grow.yaml"]
     for name, outcome in zip(
-        names, typed([(tmp_path, ["config", "validate", name]) for name in names]), strict=True
+        names,
+        run_commands([(tmp_path, ["config", "validate", name]) for name in names]),
+        strict=True,
     ):
         assert outcome.code == 0, told(name, outcome)
 
@@ -156,7 +158,7 @@ def test_no_mistake_costs_the_import_of_torch_or_leaves_anything_behind(
     assert not wrong, "\n".join(wrong)
 
 
-@shortened("name", ["key", "unclosed quote", "heads that do not divide"], first=1)
+@parametrize_first("name", ["key", "unclosed quote", "heads that do not divide"], first=1)
 @pytest.mark.parametrize(
     "command", [["train"], ["train", "--dry-run"], ["config", "show"], ["data", "prepare"]]
 )
@@ -165,7 +167,7 @@ def test_every_command_that_reads_a_config_says_the_same(
 ) -> None:
     broken = CONFIGS[name]
     (tmp_path / broken.base).write_text(broken.text())
-    (outcome,) = typed([(tmp_path, [*command, broken.base])])
+    (outcome,) = run_commands([(tmp_path, [*command, broken.base])])
     assert (outcome.code, outcome.err) == (2, validated[name].err)
     assert not outcome.left
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cases import shortened
+from cases import parametrize_first
 from forks import Forks
 from written_runs import writing
 
@@ -50,7 +50,7 @@ def completed(words: str, place: Path, forks: Forks) -> list[str]:
     return done.stdout.split()
 
 
-@shortened(
+@parametrize_first(
     ("words", "offered"),
     [
         ("instar com", ["completion"]),

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import science
-from cases import shortened
+from cases import parametrize_first
 from forks import INSTAR, Child, Forks
-from tiny_run import codes, events, said
+from tiny_run import codes, events, output_of
 
 from instar.api.control import preview_operation
 from instar.api.waiting import read_waiting
@@ -64,7 +64,7 @@ def test_a_run_that_is_not_there_to_hear_is_not_asked(instar: Instar, place: Pat
     assert "finished (reached 8it)" in instar("control", "run", "status").stdout
 
 
-@shortened("ranks", [2, 1], first=1)
+@parametrize_first("ranks", [2, 1], first=1)
 def test_every_request_is_answered_by_a_save_however_many_others_there_are(
     tmp_path: Path, ranks: int
 ) -> None:
@@ -77,14 +77,14 @@ def test_every_request_is_answered_by_a_save_however_many_others_there_are(
     )
     settings += ("checkpoint.every_steps=1", "checkpoint.keep_last=2", "record.log_interval=1000")
     run = place.train(run_dir, *settings, ranks=ranks)
-    assert run[0].wait_until((run_dir / "checkpoints" / "latest").exists), said(run)
+    assert run[0].wait_until((run_dir / "checkpoints" / "latest").exists), output_of(run)
     for _ in range(12):
         (asking,) = place.instar("control", "run", "save")
         assert asking.finish() == 0, asking.output()
         assert re.match(r"saved: step-\d+$", asking.output())
     (asking,) = place.instar("control", "run", "stop")
     assert asking.finish() == 0, asking.output()
-    assert codes(run) == [75] * ranks, said(run)
+    assert codes(run) == [75] * ranks, output_of(run)
 
 
 def test_a_request_that_cannot_be_removed_is_answered_and_does_not_end_the_run(
@@ -97,12 +97,12 @@ def test_a_request_that_cannot_be_removed_is_answered_and_does_not_end_the_run(
         "early_stopping.rules=[]",
     )
     run = place.train(run_dir, *settings, "checkpoint.on_best=false", "test.weights=last", ranks=2)
-    assert run[0].wait_until((run_dir / "events.jsonl").exists), said(run)
+    assert run[0].wait_until((run_dir / "events.jsonl").exists), output_of(run)
     (run_dir / "control" / "another-users.save").mkdir(parents=True)
-    assert run[0].wait_until((run_dir / "checkpoints" / "latest").exists), said(run)
+    assert run[0].wait_until((run_dir / "checkpoints" / "latest").exists), output_of(run)
     (asking,) = place.instar("control", "run", "stop")
     assert asking.finish() == 0, asking.output()
-    assert codes(run) == [75, 75], said(run)
+    assert codes(run) == [75, 75], output_of(run)
     reasons = [event["reason"] for event in events(run_dir, "checkpoint")]
     assert reasons == ["asked for", "instar control stop"]
     assert "cannot be removed" in (run_dir / "logs" / "rank_0.log").read_text("utf-8")

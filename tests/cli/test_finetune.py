@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import shortened
+from cases import parametrize_first
 from forks import Forks
 from pretrained import CONFIG, write_place
 from safetensors.torch import load_file
 from started import run_ranks
-from tiny_run import Place, acknowledged, codes, events, weights
+from tiny_run import Place, acknowledged_step, codes, events, weights
 from tokenizer_layouts import write_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -36,7 +36,7 @@ def train(run_dir: str, *overrides: str) -> int:
     return main(["train", "run.yaml", *sets])
 
 
-@shortened("kind", ["llama", "gemma2"], first=1)
+@parametrize_first("kind", ["llama", "gemma2"], first=1)
 def test_a_run_that_grows_is_killed_resumed_sampled_and_exported(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forks: Forks, capsys: Captured
 ) -> None:
@@ -45,7 +45,7 @@ def test_a_run_that_grows_is_killed_resumed_sampled_and_exported(
     here = Place(tmp_path, forks)
     child = here.train(Path("killed"), SCHEDULE, body="failures:killed_at_step_18")
     assert codes(child) == [-signal.SIGKILL]
-    assert acknowledged(Path("killed")) in (10, 15)  # the last save is told at the next step
+    assert acknowledged_step(Path("killed")) in (10, 15)  # the last save is told at the next step
     shutil.rmtree("model")
     assert main(["resume", "killed"]) == 0
     assert weights(Path("killed"), STEPS) == weights(Path("whole"), STEPS)

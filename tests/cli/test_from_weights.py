@@ -14,7 +14,7 @@ import pytest
 from forks import Forks
 from pretrained import write_place
 from safetensors.numpy import load_file
-from tiny_run import Place, codes, said
+from tiny_run import Place, codes, output_of
 
 Typed = Callable[..., str]
 Instar = Callable[..., subprocess.CompletedProcess[str]]
@@ -92,7 +92,7 @@ def test_ranks_and_growth_start_from_a_run(
     grow = 'schedule=[{"name": "widen_mlp", "value": "x2", "when": {"at_step": 2}}]'
     sets = ("--set", grow, "--set", "train.ema=0.5", "--set", "parallel.strategy=fsdp")
     ranks = Place(place, forks).instar("train", "tune.yaml", *sets, ranks=2)
-    assert codes(ranks) == [0, 0], said(ranks)
+    assert codes(ranks) == [0, 0], output_of(ranks)
     tuned = place / "tuned"
     assert "from: first/checkpoints/step-8" in (tuned / "run.yaml").read_text()
     assert "tokenizer: first/tokenizer.json" in (tuned / "run.yaml").read_text()

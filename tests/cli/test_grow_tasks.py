@@ -12,7 +12,7 @@ import pytest
 import science
 from needed import needs
 from safetensors.torch import load_file
-from tiny_run import codes, said
+from tiny_run import codes, output_of
 
 from instar.checkpoint.manifest import read_manifest
 from instar.cli.main import main
@@ -84,10 +84,10 @@ def trained(
     train = ("train", case.config, *case.settings, *COURSE, *SAVE)
     often = ("--set", "checkpoint.every_steps=4")
     short = place.instar(*train, *often, "--until", "8it", "--set", "record.run_dir=run")
-    assert codes(short) == [0], said(short)
+    assert codes(short) == [0], output_of(short)
     schedule = ("--set", f"schedule=[{case.schedule}]")
     live = place.instar(*train, *schedule, "--until", "12it", "--set", "record.run_dir=live")
-    assert codes(live) == [0], said(live)
+    assert codes(live) == [0], output_of(live)
     return case, folder
 
 

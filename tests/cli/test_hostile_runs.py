@@ -10,12 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cases import shortened
+from cases import parametrize_first
 from forks import forks
 from needed import without_deleted
 from terminal import environment, on_terminal
-from typed import typed
-from written_runs import written
+from typed import run_commands
+from written_runs import write_run
 
 from instar.cli.main import main
 from instar.extensions import built_in
@@ -66,8 +66,8 @@ SHOWN = r"\u001b]0;pwned\u0007\u001b[2J\u009b31m\u202egnp.exe"
 @pytest.mark.timeout(300)
 def test_what_would_act_on_a_terminal_is_shown_as_text(tmp_path: Path) -> None:
     """In names, messages, metrics, texts, configs, logs and tags of a run, on a real terminal."""
-    run = written(tmp_path / "runs" / "theirs", {10: 2.0, 20: 1.0})
-    mine = written(tmp_path / "runs" / "mine", {10: 2.0, 20: 1.0})
+    run = write_run(tmp_path / "runs" / "theirs", {10: 2.0, 20: 1.0})
+    mine = write_run(tmp_path / "runs" / "mine", {10: 2.0, 20: 1.0})
     place = {"step": 21, "samples": 1, "tokens": 1}
     with Recorder(run.events) as record:
         record.write(RunStarted(run_id=ESCAPES, step=20, model=ESCAPES, devices=ESCAPES))
@@ -116,7 +116,7 @@ def test_what_would_act_on_a_terminal_is_shown_as_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-@shortened("digits", [25, 4200, 5000], first=1)
+@parametrize_first("digits", [25, 4200, 5000], first=1)
 def test_integers_of_any_length_in_a_record_are_told_or_passed_over(
     tmp_path: Path, digits: int
 ) -> None:
@@ -130,18 +130,18 @@ def test_integers_of_any_length_in_a_record_are_told_or_passed_over(
     ]
     commands = []
     for name, line in enumerate(lines):
-        run = written(tmp_path / "runs" / f"run-{name}", {10: 2.0, 20: 1.0})
+        run = write_run(tmp_path / "runs" / f"run-{name}", {10: 2.0, 20: 1.0})
         with run.events.open("a") as file:
             file.write(f'{{"v":1,"time":1.0,{line}\n')
         words = ("summary --json", "summary", "events", "plot --format json", "tail")
         commands += [(tmp_path, ["logs", *word.split(), str(run.path)]) for word in words]
-    for (_, argv), said in zip(commands, typed(commands), strict=True):
+    for (_, argv), said in zip(commands, run_commands(commands), strict=True):
         assert said.code == 0, (argv, said.err)
     if "board" not in built_in():
         return
-    from dashboards import asking, served
+    from dashboards import asking, serve_dashboard
 
-    with served(tmp_path / "runs") as address, asking(address) as client:
+    with serve_dashboard(tmp_path / "runs") as address, asking(address) as client:
         for name in range(len(lines)):
             for part in ("summary", "stages", "events", "system"):
                 assert client.get(f"/api/runs/run-{name}/{part}").status_code in (200, 422)
@@ -152,7 +152,7 @@ def test_another_users_config_does_not_say_where_an_export_goes(
     tmp_path: Path, theirs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     elsewhere = tmp_path / "elsewhere"
-    run = written(
+    run = write_run(
         tmp_path / "runs" / "theirs",
         {10: 2.0},
         config={"record.trackers.tensorboard.dir": str(elsewhere)},
@@ -186,7 +186,7 @@ def a_link_to_a_secret(path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-@shortened(
+@parametrize_first(
     "make",
     [a_pipe, an_endless_device, a_socket, a_link_to_a_secret],
     first=2,
@@ -198,14 +198,14 @@ def test_no_file_of_a_run_stops_whoever_reads_it(
     commands: list[tuple[Path, list[str]]] = []
     for name in FILES:
         place = tmp_path / name.replace("/", "-")
-        written(place / "runs" / "mine", {10: 2.0, 20: 1.0})
-        theirs = written(place / "runs" / "theirs", {10: 2.0, 20: 1.0})
+        write_run(place / "runs" / "mine", {10: 2.0, 20: 1.0})
+        theirs = write_run(place / "runs" / "theirs", {10: 2.0, 20: 1.0})
         theirs.log(0).write_text("[RANK 0] 2026-01-01 00:00:00 INFO: rank 0 of 1 on cpu\n")
         (theirs.path / "test").mkdir()
         (theirs.path / name).unlink(missing_ok=True)
         make(theirs.path / name)
         commands += [(place, shlex.split(command)) for command in READING]
-    for (place, argv), said in zip(commands, typed(commands), strict=True):
+    for (place, argv), said in zip(commands, run_commands(commands), strict=True):
         shown = f"{place.name}: {argv}: {said.out}{said.err}"
         assert said.code in (0, 2, 3, 4), shown
         assert "Traceback" not in said.err, shown

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from cases import shortened
+from cases import parametrize_first
 from forks import INSTAR, forks
 from needed import needs
 from safetensors.torch import save_file
@@ -137,7 +137,7 @@ CASES: dict[str, tuple[Prepare, str]] = {
 }
 
 
-@shortened("case", CASES, first=2)
+@parametrize_first("case", CASES, first=2)
 def test_ctrl_c_is_heard_in_the_middle(case: str, tmp_path: Path) -> None:
     prepare, doing = CASES[case]
     argv = prepare(tmp_path)
@@ -173,7 +173,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@shortened(
+@parametrize_first(
     ("argv", "begun", "code", "told"),
     [
         (["sample", "tiny-kmn42", "--max-tokens", "1000000"], r"\w{9}", 130, ""),

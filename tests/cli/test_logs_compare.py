@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from needed import needs
-from written_runs import written, written_fleet
+from written_runs import write_run, written_fleet
 
 from instar.cli.main import main
 
@@ -20,7 +20,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     for name, lr, end in (("base", 0.1, 40), ("grow", 0.2, 20)):
         for seed, ids in ((1, "abcde"), (2, "fghjk")):
-            written(
+            write_run(
                 Path("runs", f"{name}-{ids}"),
                 {10: 4.0, end: 2.0},
                 {10: 4.0, end + seed: 2.0},
@@ -70,7 +70,7 @@ def test_seeds_that_also_change_the_data_are_told(
 ) -> None:
     for seed, ids in ((1, "abcde"), (2, "fghjk")):
         config = {"name": "other", "seed": seed, **keys}
-        written(runs / f"other-{ids}", {10: 4.0}, {10: 4.0}, config)
+        write_run(runs / f"other-{ids}", {10: 4.0}, {10: 4.0}, config)
     assert main(["logs", "compare", "other", "--by", "seed", "--at", "step=10"]) == 0
     note = "its 2 runs also differ in their data, because data.seed follows seed"
     assert (note in capsys.readouterr().err) == told

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from cases import shortened
+from cases import parametrize_first
 from tracked import TOOLS, read_back
 
 from instar.record.events import Eval, OperationEvent, RunFinished, RunStarted, Saved, Stop, Train
@@ -123,7 +123,7 @@ def test_runs_in_folders_of_one_name_replace_no_file(instar: Instar, run: Path) 
     assert not (run.parents[1] / "tables").exists()
 
 
-@shortened("tool", TOOLS, first=1)
+@parametrize_first("tool", TOOLS, first=1)
 def test_a_run_is_replayed_into_a_tool(instar: Instar, run: Path, tool: str) -> None:
     place = run.parents[1]
     # where `read_back` looks for the tool's own files

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from written_runs import BEGAN, writing, written
+from written_runs import BEGAN, write_run, writing
 
 from instar.cli.main import main
 from instar.record.rundir import RunDir, hold
@@ -20,7 +20,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A finished, a crashed and a stopped run, written to in this order."""
     monkeypatch.chdir(tmp_path)
     folder = Path("runs")
-    written(folder / "grow-abcde", {1: 4.0, 1000: 3.21}, {1000: 3.0, 500: 2.5})
+    write_run(folder / "grow-abcde", {1: 4.0, 1000: 3.21}, {1000: 3.0, 500: 2.5})
     with writing(folder / "grow-fghjk") as writer:
         writer.start()
         writer.train(10, 3.5)

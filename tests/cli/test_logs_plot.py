@@ -14,8 +14,8 @@ from fcntl import ioctl
 from pathlib import Path
 
 import pytest
-from browser import chromium, watched
-from cases import shortened
+from browser import chromium, watch_page
+from cases import parametrize_first
 from drawn import falling, train, write_run
 from needed import needs
 from written_runs import written_fleet
@@ -91,7 +91,7 @@ def test_the_latest_run_is_drawn_in_characters_without_codes(place: Path) -> Non
 
 
 @pytest.mark.usefixtures("runs")
-@shortened("columns", [40, 80, 200], first=1)
+@parametrize_first("columns", [40, 80, 200], first=1)
 def test_on_a_terminal_the_plot_is_coloured_and_as_wide(place: Path, columns: int) -> None:
     said = on_terminal(place, "demo", columns=columns)
 
@@ -177,7 +177,7 @@ def test_a_page_asks_for_nothing_and_shows_what_was_asked_for(place: Path, typed
     words = ("-x", "flops", "--smooth", "0.5", "--log", "--lr", "--no-marks", "-o", "page.html")
     typed("demo", *words)
 
-    with chromium() as browser, watched(browser) as seen:
+    with chromium() as browser, watch_page(browser) as seen:
         seen.page.goto((place / "page.html").as_uri())
         seen.page.wait_for_selector(".chart canvas")
         assert seen.page.locator(".chart canvas").count() == 2

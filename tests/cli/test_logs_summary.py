@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from written_runs import writing, written
+from written_runs import write_run, writing
 
 from instar.cli.main import main
 
@@ -21,7 +21,7 @@ Capture = pytest.CaptureFixture[str]
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    written(Path("runs/a-abcde"), {1: 4.0, 20: 3.0}, {20: 3.5})
+    write_run(Path("runs/a-abcde"), {1: 4.0, 20: 3.0}, {20: 3.5})
     with writing(Path("runs/b-fghjk")) as writer:
         writer.start()
         writer.train(10, 3.5)
@@ -79,7 +79,7 @@ def test_a_file_is_opened_with_the_systems_own_program(
 def test_a_locale_without_signs_gets_none(
     instar: Instar, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written(place / "a-abcde", {1: 4.0, 20: 3.0}, {20: 3.5})
+    write_run(place / "a-abcde", {1: 4.0, 20: 3.0}, {20: 3.5})
     monkeypatch.setenv("LC_ALL", "C")
     out = instar("logs", "summary", "a-abcde").stdout
     assert out.isascii()

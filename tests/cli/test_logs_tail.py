@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from written_runs import writing, written
+from written_runs import write_run, writing
 
 from instar.cli.main import main
 from instar.logs.query.tail import last_events, last_lines
@@ -26,7 +26,7 @@ Capture = pytest.CaptureFixture[str]
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.chdir(tmp_path)
-    return written(Path("runs/tail-abcde"), {step: 4.0 - step / 100 for step in range(1, 101)})
+    return write_run(Path("runs/tail-abcde"), {step: 4.0 - step / 100 for step in range(1, 101)})
 
 
 @contextmanager

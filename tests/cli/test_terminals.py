@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 import pytest
-from cases import marked_after, shortened
+from cases import marked_after, parametrize_first
 from forks import forks
 from terminal import HANG_UP, Shown, environment, into_pipes, on_terminal, run_on_terminal
 
@@ -271,7 +271,7 @@ def shell(
 PRINTING = ["--help", "config schema", "config show run.yaml --json", "checkpoint list tiny-kmn42"]
 
 
-@shortened("line", ["logs list", *PRINTING], first=2)
+@parametrize_first("line", ["logs list", *PRINTING], first=2)
 def test_a_full_disk_behind_stdout_is_told(place: Path, line: str) -> None:
     done = shell(place, f"instar {line} >/dev/full")
     assert (done.returncode, done.stderr) == (
@@ -280,15 +280,15 @@ def test_a_full_disk_behind_stdout_is_told(place: Path, line: str) -> None:
     )
 
 
-@shortened("line", ["logs list", *PRINTING], first=2)
+@parametrize_first("line", ["logs list", *PRINTING], first=2)
 def test_a_reader_that_has_gone_ends_it_quietly(place: Path, line: str) -> None:
     gone = "{ sleep 0.01; exec <&-; while [ ! -e gone ]; do sleep 0.02; done; }"
     done = shell(place, f"rm -f gone; {{ instar {line}; echo $? >code; touch gone; }} | {gone}")
     assert ((place / "code").read_text(), done.stderr) == ("141\n", "")
 
 
-@shortened("closed", ["<&- >&- 2>&-", ">&-", "2>&-", "<&-", "<&- >&-"], first=3)
-@shortened("line", ["config schema", "config validate broken.yaml"], first=1)
+@parametrize_first("closed", ["<&- >&- 2>&-", ">&-", "2>&-", "<&-", "<&- >&-"], first=3)
+@parametrize_first("line", ["config schema", "config validate broken.yaml"], first=1)
 def test_closed_streams_change_nothing(place: Path, line: str, closed: str) -> None:
     done = shell(place, f"instar {line} {closed}")
     assert done.returncode == (2 if "broken" in line else 0)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import science
 from forks import INSTAR
-from science import evaluations, last_step, pointed, result
-from tiny_run import Place, codes, events, said
+from science import evaluations, last_step, pointer_target, result
+from tiny_run import Place, codes, events, output_of
 
 from instar.extensions import built_in
 from instar.record.rundir import RunDir
@@ -81,7 +81,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Place:
     """With a run that has ended early: its best step is not its last one."""
     place = science.place(tmp_path_factory.mktemp("run"))
     children = place.train(place.path / "run", "checkpoint.keep_last=9")
-    assert codes(children) == [0], said(children)
+    assert codes(children) == [0], output_of(children)
     return place
 
 
@@ -101,7 +101,7 @@ def test_a_checkpoint_is_tested_as_it_was_when_it_was_made(run: Place) -> None:
     losses = {}
     for start in ("latest", "best", best, 5, last, f"step-{last}"):
         children = run.instar("test", "run", "--from", start)
-        assert codes(children) == [0], said(children)
+        assert codes(children) == [0], output_of(children)
         found = result(run_dir)
         losses.setdefault(found["step"], []).append(found["metrics"])  # type: ignore[attr-defined]
         assert found["weights"] == f"step-{found['step']}"
@@ -155,7 +155,7 @@ def test_what_cannot_be_tested_is_refused(
 ) -> None:
     children = run.instar("test", *words)
     assert codes(children) == [code]
-    assert message in said(children)
+    assert message in output_of(children)
 
 
 REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
@@ -233,9 +233,9 @@ def test_what_is_wrong_is_told_before_anything_is_started(place: Place, case: st
     settings, message = REFUSED[case]
     run_dir = place.path / "run"
     children = place.train(run_dir, *settings)
-    assert codes(children) == [2], said(children)
-    assert message in said(children)
-    assert "Nothing was started." in said(children)
+    assert codes(children) == [2], output_of(children)
+    assert message in output_of(children)
+    assert "Nothing was started." in output_of(children)
     assert not run_dir.exists()
 
 
@@ -249,22 +249,22 @@ def test_a_metric_that_never_improves_ends_the_run_and_says_so(place: Place) -> 
     for number, (rule, reason, count) in enumerate(zip(rules, why, (4, 5), strict=True)):
         run_dir = place.path / f"run-{number}"
         children = place.train(run_dir, "task=mine:Unsure", f"early_stopping.rules=[{rule}]")
-        assert codes(children) == [0], said(children)
+        assert codes(children) == [0], output_of(children)
         assert [step for step, _ in evaluations(run_dir)] == [5 * n for n in range(1, count + 1)]
         assert events(run_dir, "stop")[-1]["reason"] == reason
-        assert f"stopped: {reason}  {5 * count} steps" in said(children)
+        assert f"stopped: {reason}  {5 * count} steps" in output_of(children)
         assert result(run_dir)["metrics"]["doubt"]["value"] == "NaN"
-        assert pointed(run_dir, "best").startswith("step-")
+        assert pointer_target(run_dir, "best").startswith("step-")
 
 
 def test_a_split_that_is_not_needed_may_be_empty(place: Place) -> None:
     run_dir = place.path / "run"
     children = place.train(run_dir, "data.test=0", "test.at_end=false")
-    assert codes(children) == [0], said(children)
+    assert codes(children) == [0], output_of(children)
     assert not (run_dir / "test").exists()
     children = place.instar("test", "run")
     assert codes(children) == [2]
-    assert "the test split is empty" in said(children)
+    assert "the test split is empty" in output_of(children)
 
 
 def test_a_result_of_other_weights_of_the_same_step_is_not_kept(place: Place) -> None:
@@ -272,13 +272,13 @@ def test_a_result_of_other_weights_of_the_same_step_is_not_kept(place: Place) ->
     run_dir = place.path / "run"
     saved = ("checkpoint.every_steps=4", "checkpoint.keep_last=9", "test.weights=last")
     children = place.train(run_dir, *saved, "train.until=[8it]", "eval.eval_epochs=null")
-    assert codes(children) == [0], said(children)
+    assert codes(children) == [0], output_of(children)
     before = result(run_dir)
     file = run_dir / "test" / "result.json"
     assert json.loads(file.read_text())["checkpoint"]["name"] == "step-8"
     words = ("--from", "4", "--set", "optimizer.lr=0.3", "--set", "test.at_end=false")
     children = place.instar("resume", run_dir, *words)
-    assert codes(children) == [0], said(children)
+    assert codes(children) == [0], output_of(children)
     if "board" in built_in():
         from instar.extensions.board.ending import read_final_test
 
@@ -286,7 +286,7 @@ def test_a_result_of_other_weights_of_the_same_step_is_not_kept(place: Place) ->
         assert test is not None
         assert "branch that the run left at step 4" in test.notes[0]
     children = place.instar("resume", run_dir, "--set", "test.at_end=true")
-    assert codes(children) == [0], said(children)
+    assert codes(children) == [0], output_of(children)
     after = result(run_dir)
     assert json.loads(file.read_text())["checkpoint"]["name"] == "step-8.1"
     assert after["metrics"]["loss"]["value"] != before["metrics"]["loss"]["value"]

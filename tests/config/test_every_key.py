@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import shortened
+from cases import parametrize_first
 
 from instar.config.errors import ConfigError, ConfigProblem
 from instar.config.fields import (
@@ -153,7 +153,7 @@ def test_a_key_is_applied_or_refused_whatever_it_is_set_to(root: type[RunConfig]
             assert config.origins[key] == origin_in_run_yaml(config, key) == SET
 
 
-@shortened("empty", ["null", "{}", ""], first=1)
+@parametrize_first("empty", ["null", "{}", ""], first=1)
 def test_an_emptied_section_has_its_defaults_whatever_the_file_says(
     root: type[RunConfig], empty: str, tmp_path: Path
 ) -> None:

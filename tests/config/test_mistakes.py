@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from cases import shortened
+from cases import parametrize_first
 
 from instar.config.errors import ConfigError, ConfigProblem
 from instar.config.load import load_config
@@ -268,7 +268,7 @@ def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
     assert problem.message == "larger than 1 MiB; this is not a config"
 
 
-@shortened(
+@parametrize_first(
     "text",
     [
         "".join(f"k{n}: 0\n" for n in range(70_000)),
@@ -288,7 +288,7 @@ def test_a_mebibyte_of_values_is_refused_before_it_is_composed(tmp_path: Path, t
     assert time.process_time() - began < 4
 
 
-@shortened(
+@parametrize_first(
     "text",
     [
         "".join(f"n_lay{n}: 0\n" for n in range(9_900)),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import shortened
+from cases import parametrize_first
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from instar.config.errors import ConfigError
@@ -36,7 +36,7 @@ REFUSED = {
 }
 
 
-@shortened("case", HOSTILE, first=2)
+@parametrize_first("case", HOSTILE, first=2)
 def test_a_template_without_end_is_an_error_that_names_it(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cases import shortened
-from ways import KINDS, Way, config, make_rows, taken, told
+from cases import parametrize_first
+from ways import KINDS, Way, config, invariants, make_rows, take_steps
 
 from instar.data.loader import StepBatch
 
@@ -26,22 +26,22 @@ def identical(batch: StepBatch, other: StepBatch) -> bool:
     )
 
 
-@shortened("kind", KINDS, first=5)
+@parametrize_first("kind", KINDS, first=5)
 def test_every_way_brings_the_same_global_batches(folder: Path, kind: str, tmp_path: Path) -> None:
     data = config(
         folder, kind, **({} if "mixture" in KINDS[kind] else {"path": str(tmp_path / "data")})
     )
-    steps = [told(batches) for batches in taken(data, Way(1), 40)]
+    steps = [invariants(batches) for batches in take_steps(data, Way(1), 40)]
     assert steps[0][0].epoch == 0
     assert steps[-1][0].epoch >= 1, "the trial is too short to see an epoch end"
     only_dispatched = KINDS[kind].get("kind") == "python"
     for ranks in (2, 3, 4):
-        dispatched_steps = taken(data, Way(ranks, "dispatched"), 40)
-        assert [told(batches) for batches in dispatched_steps] == steps
+        dispatched_steps = take_steps(data, Way(ranks, "dispatched"), 40)
+        assert [invariants(batches) for batches in dispatched_steps] == steps
         if only_dispatched:
             continue
-        sharded_steps = taken(data, Way(ranks), 40)
-        assert [told(batches) for batches in sharded_steps] == steps
+        sharded_steps = take_steps(data, Way(ranks), 40)
+        assert [invariants(batches) for batches in sharded_steps] == steps
         assert all(
             identical(batch, other)
             for batches, other_batches in zip(dispatched_steps, sharded_steps, strict=True)
@@ -49,7 +49,7 @@ def test_every_way_brings_the_same_global_batches(folder: Path, kind: str, tmp_p
         )
 
 
-@shortened(
+@parametrize_first(
     ("kind", "way"),
     [
         ("rows of text", Way(2, workers=1)),
@@ -62,8 +62,8 @@ def test_every_way_brings_the_same_global_batches(folder: Path, kind: str, tmp_p
 )
 def test_workers_change_nothing(folder: Path, kind: str, way: Way, tmp_path: Path) -> None:
     data = config(folder, kind, path=str(tmp_path / "data"))
-    serial_steps = taken(data, Way(way.ranks, way.strategy), 12)
-    worker_steps = taken(data, way, 12)
+    serial_steps = take_steps(data, Way(way.ranks, way.strategy), 12)
+    worker_steps = take_steps(data, way, 12)
     assert all(
         identical(batch, other)
         for batches, other_batches in zip(serial_steps, worker_steps, strict=True)

@@ -16,11 +16,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from cases import shortened
+from cases import parametrize_first
 from forks import forks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ways import Way, config, make_rows, rows_of, taken
+from ways import Way, config, make_rows, rows_of, take_steps
 
 from instar.config.language import DataConfig
 from instar.data.text.streams import seek_points
@@ -156,8 +156,8 @@ def test_items_of_a_function_are_skipped_without_tokenizing_them(
     assert encode_count - before < 100
 
 
-@shortened("packing", [True, False], first=1)
-@shortened("kind", ["stream", "python"], first=1)
+@parametrize_first("packing", [True, False], first=1)
+@parametrize_first("kind", ["stream", "python"], first=1)
 def test_points_hold_for_any_context(folder: Path, packing: bool, kind: str) -> None:
     source = f"{__name__}:texts" if kind == "python" else stream(folder).source
     data = stream(folder, kind=kind, source=source, packing=packing)
@@ -198,12 +198,12 @@ def test_a_run_goes_on_anywhere_with_any_ranks(
         make_rows(place)
     data = config(place, kind, path=str(place / "data"))
     way = Way(ranks, "dispatched" if is_dispatched or kind == "an iterable" else "sharded")
-    steps = taken(data, Way(1), 30)
+    steps = take_steps(data, Way(1), 30)
     rows = [row for batches in steps for row in rows_of(batches[0])]
     plans = [batches[0].plan for batches in steps]
     epoch_samples = next(plan.cursor for plan in plans if plan.epoch)
     cursor %= epoch_samples
-    (batches,) = taken(data, way, 1, cursor)
+    (batches,) = take_steps(data, way, 1, cursor)
     expected = rows[cursor : cursor + batches[0].plan.count]
     assert sorted(row for batch in batches for row in rows_of(batch) if row) == sorted(expected)
 
@@ -248,7 +248,7 @@ def test_a_run_that_begins_anew_replaces_the_points_of_an_older_stream(
     assert read(data, folder, 850) == rows[850:865]
 
 
-@shortened(
+@parametrize_first(
     "spoil",
     [
         lambda content: content[:0],

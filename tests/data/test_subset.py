@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import shortened
+from cases import parametrize_first
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pretrained import TEXT
 from splits import split_of
-from ways import CONTEXT, KINDS, SEED, Way, config, make_rows, taken, told
+from ways import CONTEXT, KINDS, SEED, Way, config, invariants, make_rows, take_steps
 
 from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
@@ -175,7 +175,7 @@ INDEXED = {
 }
 
 
-@shortened("kind", INDEXED, first=5)
+@parametrize_first("kind", INDEXED, first=5)
 def test_any_kind_with_an_index_has_a_subset_on_any_ranks(
     folder: Path, kind: str, tmp_path: Path
 ) -> None:
@@ -190,9 +190,9 @@ def test_any_kind_with_an_index_has_a_subset_on_any_ranks(
     assert len(part.held_out("val", CONTEXT)) == len(full_text.held_out("val", CONTEXT))
     if kind != "random windows":  # whose samples are the places where one may begin
         assert part.train(CONTEXT, 1)[1].samples_per_epoch == samples
-    steps = [told(batches) for batches in taken(data, Way(1), 12)]
+    steps = [invariants(batches) for batches in take_steps(data, Way(1), 12)]
     for way in (Way(3), Way(2, "dispatched"), Way(2, workers=1)):
-        assert [told(batches) for batches in taken(data, way, 12)] == steps
+        assert [invariants(batches) for batches in take_steps(data, way, 12)] == steps
     assert part.drawing.startswith("data.train_subset 0.3: ")
 
 

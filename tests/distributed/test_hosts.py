@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import tiny_run
-from cases import shortened
+from cases import parametrize_first
 from forks import forks
 from two_hosts import Host, Started, two_hosts
 
@@ -98,7 +98,7 @@ def test_gloo_uses_the_interface_between_the_hosts_and_ranks_listen_only_there(
     assert (warning in ranks[0].output()) == by_name
 
 
-@shortened(("start", "end"), [(by_hand, 0), (by_hand, 1), (by_torchrun, 1)], first=1)
+@parametrize_first(("start", "end"), [(by_hand, 0), (by_hand, 1), (by_torchrun, 1)], first=1)
 def test_ranks_on_both_ends_of_a_cut_link_end_within_the_silence_and_name_the_lost_host(
     hosts: list[Host], tmp_path: Path, start: Callable[..., list[Started]], end: int
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 import science
 import torch
 from forks import children_as_ranks
-from tiny_run import codes, said
+from tiny_run import codes, output_of
 from torch import nn
 
 from instar.config.schema import DDPConfig
@@ -109,7 +109,7 @@ def test_only_documented_attributes_of_ddp_are_used(tmp_path: Path) -> None:
     words = ["train", "run.yaml", *(word for setting in settings for word in ("--set", setting))]
     body = "failures:notes_what_is_asked_of_ddp"
     ranks = children_as_ranks(place.forks, 2, body, words, "asked", place=tmp_path)
-    assert codes(ranks) == [0, 0], said(ranks)
+    assert codes(ranks) == [0, 0], output_of(ranks)
     attributes = set((tmp_path / "asked").read_text().split())
     assert "module" in attributes
     assert attributes <= DOCUMENTED | OPTIONAL | OF_ANY_MODULE

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from cases import shortened
+from cases import parametrize_first
 from forks import INSTAR, Child, Forks, children_as_ranks
 
 from instar.api import launch, train
@@ -171,7 +171,7 @@ def test_torchs_launchers_train_the_same(
     assert_all_said_who_they_are(place / f"by-{way}", 2)
 
 
-@shortened("use_launcher", [True, False], first=1)
+@parametrize_first("use_launcher", [True, False], first=1)
 def test_a_script_that_trains_in_a_loop_makes_a_run_of_each(
     place: Path, forks: Forks, use_launcher: bool
 ) -> None:
@@ -195,7 +195,9 @@ def test_a_script_that_trains_in_a_loop_makes_a_run_of_each(
 def test_a_script_that_spawns_trains_the_same(
     place: Path, forks: Forks, expected: Expected
 ) -> None:
-    end_well([forks.start("spawned:forked", free_port(), ["record.run_dir=spawned"], place=place)])
+    end_well(
+        [forks.start("spawned:fork_ranks", free_port(), ["record.run_dir=spawned"], place=place)]
+    )
     assert outcome(place / "spawned") == expected(2)
     assert_all_said_who_they_are(place / "spawned", 2)
 
@@ -327,7 +329,7 @@ def test_ranks_of_another_number_than_the_environment_says_are_refused(
 
 def test_a_spawned_rank_that_fails_ends_all_and_is_named(place: Path, forks: Forks) -> None:
     overrides = ["record.run_dir=failed", "data.transform=spawned:spoil"]
-    script = forks.start("spawned:forked", free_port(), overrides, place=place)
+    script = forks.start("spawned:fork_ranks", free_port(), overrides, place=place)
     assert script.finish() == 1
     assert "torch.multiprocessing.spawn.ProcessRaisedException" in script.output()
     assert re.search(r"rank 1 failed .*ValueError: boom", script.output())
@@ -346,7 +348,7 @@ def assert_all_stopped_together(run_dir: Path, size: int) -> None:
 def test_ctrl_c_stops_spawned_ranks_at_the_same_step(place: Path, forks: Forks) -> None:
     run_dir = place / "stopped-spawn"
     overrides = [f"record.run_dir={run_dir}", "train.until=1000000it"]
-    script = forks.start("spawned:forked", free_port(), overrides, place=place)
+    script = forks.start("spawned:fork_ranks", free_port(), overrides, place=place)
     assert script.wait_for(r" loss \d")
     script.signal(signal.SIGINT, group=True)  # as a terminal does
     assert script.finish() != 0

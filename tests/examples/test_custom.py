@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from cases import shortened
+from cases import parametrize_first
 from forks import Forks
 from started import run_ranks, start_instar
 from tiny_run import TEXT, events
@@ -56,7 +56,7 @@ def code_lines(text: str) -> set[int]:
     return lines
 
 
-@shortened("name", SIZES, first=2)
+@parametrize_first("name", SIZES, first=2)
 def test_an_example_is_trained_stopped_resumed_and_tested(
     name: str, place: Path, forks: Forks
 ) -> None:

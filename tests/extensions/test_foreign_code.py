@@ -18,7 +18,7 @@ import pytest
 import torch
 from chains import after, first, save
 from safetensors.torch import save_file
-from typed import typed
+from typed import run_commands
 from written_runs import place, writing
 
 from instar.checkpoint.manifest import Facts
@@ -160,7 +160,9 @@ def test_the_page_on_security_names_every_command_that_runs_code() -> None:
 def test_reading_a_foreign_run_imports_nothing_of_it(theirs: tuple[Path, Path]) -> None:
     there, mark = theirs
     asked = {name: [*name.split(), *words] for name, words in READING.items() if words}
-    outcomes = dict(zip(asked, typed([(there, argv) for argv in asked.values()]), strict=True))
+    outcomes = dict(
+        zip(asked, run_commands([(there, argv) for argv in asked.values()]), strict=True)
+    )
     for name, outcome in outcomes.items():
         assert "Traceback" not in outcome.err, (name, outcome.err)
     assert not mark.exists()
@@ -215,7 +217,7 @@ def test_difference_tells_settings_of_a_task_whose_class_is_not_there(
     theirs: tuple[Path, Path],
 ) -> None:
     there, _ = theirs
-    (outcome,) = typed([(there, ["checkpoint", "diff", "a", "b", "--json"])])
+    (outcome,) = run_commands([(there, ["checkpoint", "diff", "a", "b", "--json"])])
     settings = json.loads(outcome.out)["settings"]
     assert settings["in force: lr"] == {"a": 5e-4, "b": 1e-3}
     assert settings["task"] == {"a": "notes:Task", "b": "b.notes:Task"}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from cases import shortened
+from cases import parametrize_first
 from forks import forks
 
 import instar
@@ -83,7 +83,7 @@ def copy_without(folder: Path, *names: str) -> Path:
     return folder
 
 
-@shortened("names", [[*BUILT_IN], *([name] for name in BUILT_IN)], first=2, ids="+".join)
+@parametrize_first("names", [[*BUILT_IN], *([name] for name in BUILT_IN)], first=2, ids="+".join)
 def test_a_deleted_extension_is_named_with_the_command_that_installs_it(
     names: list[str], tmp_path: Path
 ) -> None:

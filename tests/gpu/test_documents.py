@@ -10,7 +10,7 @@ from pathlib import Path
 import pretended
 import pytest
 import torch
-from cases import shortened
+from cases import parametrize_first
 from flash import Flash, flash_on_cpu
 from torch.overrides import TorchFunctionMode
 
@@ -83,7 +83,7 @@ WAYS = {
 }
 
 
-@shortened("way", WAYS, first=1)
+@parametrize_first("way", WAYS, first=1)
 def test_a_run_follows_that_with_masks(way: str, losses: Trained, flash: Flash) -> None:
     curve = losses("kernel", *WAYS[way])
     calls = flash.calls

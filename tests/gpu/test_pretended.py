@@ -14,9 +14,9 @@ import pretended
 import pytest
 import states
 import torch
-from cases import shortened
+from cases import parametrize_first
 from forks import Forks, children_as_ranks
-from tiny_run import codes, said
+from tiny_run import codes, output_of
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -119,7 +119,7 @@ def resume(run_dir: Path, *overrides: str) -> list[float]:
     return read_losses(run_dir)
 
 
-@shortened(
+@parametrize_first(
     "how",
     [
         [],
@@ -215,7 +215,7 @@ def test_float32_matrices_are_multiplied_as_the_config_says(
     assert torch.get_float32_matmul_precision() == "highest"
 
 
-WAYS = shortened(
+WAYS = parametrize_first(
     "how",
     [[], ["optimizer.name=muon"], ["train.ema=0.9", "train.clip=0.01"]],
     first=1,
@@ -241,7 +241,7 @@ def test_a_step_reads_nothing_from_the_device(losses: Losses, how: list[str]) ->
 
 
 @WAYS
-@shortened("bad", [(1,), (1, 2)], first=2, ids=["one", "two in a row"])
+@parametrize_first("bad", [(1,), (1, 2)], first=2, ids=["one", "two in a row"])
 def test_a_gpu_skips_the_steps_that_a_host_would_skip(
     losses: Losses, tmp_path: Path, bad: tuple[int, ...], how: list[str]
 ) -> None:
@@ -304,6 +304,6 @@ def test_two_ranks_train_under_ddp_with_nccl_as_one_does(
     sets = ["record.run_dir=two", "device=cuda", f"data.strategy={strategy}"]
     argv = ["train", "tiny.yaml", *(word for text in sets for word in ("--set", text))]
     ranks = children_as_ranks(forks, 2, "pretended:one_gpu_each", argv, place=tmp_path)
-    assert codes(ranks) == [0, 0], said(ranks)
+    assert codes(ranks) == [0, 0], output_of(ranks)
     assert read_losses(tmp_path / "two") == pytest.approx(expected, rel=1e-5)
-    assert "cpu:gloo,cuda:nccl" in said(ranks)
+    assert "cpu:gloo,cuda:nccl" in output_of(ranks)

@@ -9,7 +9,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from cases import shortened
+from cases import parametrize_first
 from peft.tuners.lora import corda, loraga
 from small_models import EXACT, model_of
 from torch import Tensor, nn
@@ -74,7 +74,7 @@ def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
 
 
-@shortened(
+@parametrize_first(
     ("kind", "names"),
     [
         ("llama", ["insert_drawn", "widen_mlp", "widen_hidden", "add_groups", "grow_head_dim"]),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import shortened
+from cases import parametrize_first
 from small_models import EXACT, OTHER, REFUSED, model_of
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -344,7 +344,7 @@ def changes(kind: str) -> Mapping[str, Any]:
     return {name: operations[name] for name in operations if name not in REFUSED.get(kind, ())}
 
 
-@shortened("kind", FAMILIES, first=2)
+@parametrize_first("kind", FAMILIES, first=2)
 def test_of_a_model_that_nobody_touched_nothing_is_said(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from small_models import EXACT, OTHER, REFUSED, model_of
-from spoilt import DAMAGES, spoilt
+from spoilt import DAMAGES, damage_in_turn
 from torch import Tensor, nn
 
 from instar.growth import GrowthError, Operation, engine, grow, prepare, proof
@@ -221,7 +221,7 @@ def test_a_check_sees_each_damage_that_it_is_given() -> None:
         for name, p in new.items()
         if p.data_ptr() not in {o.data_ptr() for o in old.values()}
     }
-    for _ in spoilt(new_tensors):
+    for _ in damage_in_turn(new_tensors):
         with pytest.raises(GrowthError, match="is not what the plan makes"):
             verify_parameters(growth.plan, old, new, key)
     with pytest.raises(GrowthError, match=r"other tensors .*: blocks\.0"):

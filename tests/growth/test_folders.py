@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import shortened
+from cases import parametrize_first
 from small_models import EXACT, OTHER, REFUSED, SIZES, model_of
 from tokenizers import Tokenizer as Fast
 from tokenizers.models import WordLevel
@@ -42,7 +42,7 @@ def llama(tmp_path: Path) -> Path:
     return tmp_path / "llama"
 
 
-@shortened("kind", FAMILIES, first=4)
+@parametrize_first("kind", FAMILIES, first=4)
 def test_each_family_grows_as_the_live_model_does(kind: str, tmp_path: Path) -> None:
     model, folder, out = copy.deepcopy(model_of(kind)), tmp_path / "small", tmp_path / "grown"
     model.save_pretrained(folder, max_shard_size="60KB")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import shortened
+from cases import parametrize_first
 from small_models import EXACT, REFUSED, model_of
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -47,7 +47,7 @@ def optimizer_parameters(optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
     return {p for group in optimizer.param_groups for p in group["params"]}
 
 
-@shortened("kind", FAMILIES, first=4)
+@parametrize_first("kind", FAMILIES, first=4)
 def test_a_model_of_each_family_grows_through_all_operations_and_trains_on(
     kind: str, tmp_path: Path
 ) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from growing import KEY, batch, grow_optimizer, grown, operation, random_gpt, values
+from growing import KEY, batch, grow_model, grow_optimizer, operation, random_gpt, values
 from shapes import gpt2, llama
 
 from instar.config.schema import OptimizerConfig
@@ -73,7 +73,7 @@ def gradients(model: GPT) -> dict[str, torch.Tensor]:
 def test_gradients_reach_all_that_is_new_within_two_steps(
     arch: Architecture, op: Operation
 ) -> None:
-    model, plan = grown(random_gpt(arch), op)
+    model, plan = grow_model(random_gpt(arch), op)
     optimizer = adamw(model)
     with_gradient: set[str] = set()
     with_new: set[str] = set()
@@ -108,7 +108,7 @@ def trained_before_and_after(op: Operation, mode: Mode, arch: Architecture = LLA
     for _ in range(10):
         gradients(old)
         before.step()
-    new, plan = grown(old, op)
+    new, plan = grow_model(old, op)
     memory = grow_optimizer(plan, optimizer_memory(old, before), KEY, mode)
     after = adamw(new)
     for name, parameter in new.named_parameters():
@@ -158,7 +158,7 @@ def test_a_duplicated_stream_parts_in_every_tensor_when_only_the_source_remember
     old = random_gpt(arch)
     before = build_optimizers(dict(old.named_parameters()), config)
     train(old, before)
-    new, plan = grown(old, operation("widen_hidden", "x2", how="duplicate"))
+    new, plan = grow_model(old, operation("widen_hidden", "x2", how="duplicate"))
     states = optimizer_tensors(before, dict(old.named_parameters()))
     assert copies_stay_equal(plan, states, mode) == (mode != "asymmetric")
     assert copies_stay_equal(plan, {}, mode)

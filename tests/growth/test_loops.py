@@ -10,8 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from cases import shortened
-from growing import batch, filled, grow_optimizer, grown, operation, proof, random_gpt, values
+from cases import parametrize_first
+from growing import (
+    batch,
+    build_model,
+    grow_model,
+    grow_optimizer,
+    operation,
+    proof,
+    random_gpt,
+    values,
+)
 from shapes import gpt2, llama
 from started import run_ranks
 from tiny_trainers import config, config_in, corpus, prepared
@@ -59,12 +68,12 @@ def test_a_loop_is_the_model_of_its_passes_and_unlooping_changes_nothing(
     arch: Architecture,
 ) -> None:
     model = random_gpt(arch)
-    looped_model, growth_plan = grown(model, operation("loop_layers", LOOP))
+    looped_model, growth_plan = grow_model(model, operation("loop_layers", LOOP))
     assert growth_plan.label == "lossy"
     assert values(looped_model).keys() == values(model).keys()
     inputs, targets = batch(arch)
     assert (looped_model(inputs) - model(inputs)).abs().max() > 1e-3
-    unlooped_model, growth_plan = grown(looped_model, operation("unloop", True))
+    unlooped_model, growth_plan = grow_model(looped_model, operation("unloop", True))
     assert growth_plan.label == "exact"
     assert proof(looped_model, unlooped_model, growth_plan).holds
     assert unlooped_model.arch.n_layer == len(PASSES)
@@ -108,7 +117,7 @@ def test_costs_are_those_of_the_passes(arch: Architecture) -> None:
 
 @pytest.mark.parametrize("arch", STYLES.values(), ids=STYLES)
 def test_a_cache_tells_passes_apart(arch: Architecture) -> None:
-    model, _ = grown(random_gpt(arch), operation("loop_layers", LOOP))
+    model, _ = grow_model(random_gpt(arch), operation("loop_layers", LOOP))
     model.eval()
     inputs, _ = batch(arch)
     expected, cache = model(inputs), model.new_cache()
@@ -131,9 +140,9 @@ def test_recomputed_blocks_of_a_loop_have_the_same_gradients() -> None:
 @pytest.mark.parametrize("update", ["adamw", "muon"])
 def test_twenty_steps_are_those_of_a_model_born_with_these_blocks_and_states(update: str) -> None:
     optimizer = OptimizerConfig(name=update, lr=0.01, weight_decay=0.1)
-    model, _ = grown(random_gpt(STYLES["llama"]), operation("loop_layers", LOOP))
+    model, _ = grow_model(random_gpt(STYLES["llama"]), operation("loop_layers", LOOP))
     states = optimizer_tensors(train(model, optimizer, 5), dict(model.named_parameters()))
-    unlooped_model, growth_plan = grown(model, operation("unloop", True))
+    unlooped_model, growth_plan = grow_model(model, operation("unloop", True))
     grown_states = grow_optimizer(growth_plan, states, (7, 0))
 
     def of_pass(name: str) -> str:
@@ -142,7 +151,7 @@ def test_twenty_steps_are_those_of_a_model_born_with_these_blocks_and_states(upd
         layer, _, suffix = name.removeprefix("blocks.").partition(".")
         return f"blocks.{PASSES[int(layer)]}.{suffix}"
 
-    born = filled(
+    born = build_model(
         replace(STYLES["llama"], n_layer=len(PASSES)),
         {name: values(model)[of_pass(name)].clone() for name in unlooped_model.arch.parameters()},
     )
@@ -210,7 +219,7 @@ SCHEDULE = [
 ]
 
 
-@shortened("reproducible", ["elastic", "fixed"], first=1)
+@parametrize_first("reproducible", ["elastic", "fixed"], first=1)
 def test_any_number_of_ranks_and_any_strategy_train_a_loop_alike(
     config_in: Callable[..., Loaded], tmp_path: Path, reproducible: str
 ) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from growing import KEY, batch, grow_optimizer, grown, operation, proof, random_gpt, values
+from growing import KEY, batch, grow_model, grow_optimizer, operation, proof, random_gpt, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shapes import gpt2, llama
@@ -52,7 +52,7 @@ def product(model: GPT, name: str) -> torch.Tensor:
 @pytest.mark.parametrize("target", TARGETS)
 def test_new_adapters_change_nothing_and_learn(base: Architecture, target: str) -> None:
     model = random_gpt(base)
-    new, growth_plan = grown(model, operation("set_lora_rank", rank(target, 3)))
+    new, growth_plan = grow_model(model, operation("set_lora_rank", rank(target, 3)))
     assert growth_plan.label == "exact"
     assert proof(model, new, growth_plan).holds
     assert new.arch.lora == (Lora(target, 3, 6.0),)
@@ -72,7 +72,7 @@ def test_new_adapters_change_nothing_and_learn(base: Architecture, target: str) 
 @pytest.mark.parametrize("rank_stabilized", [False, True])
 def test_growing_holds_the_scale(base: Architecture, rank_stabilized: bool) -> None:
     model = lora_gpt(base, Lora("attn", 2, 3.0, rank_stabilized), Lora("embedding", 1, 1.0))
-    new, growth_plan = grown(model, operation("set_lora_rank", rank("attn", 6)))
+    new, growth_plan = grow_model(model, operation("set_lora_rank", rank("attn", 6)))
     assert growth_plan.label == "exact"
     assert proof(model, new, growth_plan).holds
     alpha = 3.0 * (math.sqrt(3.0) if rank_stabilized else 3.0)
@@ -84,7 +84,7 @@ def test_growing_holds_the_scale(base: Architecture, rank_stabilized: bool) -> N
 
 def test_growing_draws_rows_of_a_and_makes_columns_of_b_zero() -> None:
     model = lora_gpt(GPT2, Lora("mlp", 2, 3.0))
-    new, _ = grown(model, operation("change_lora_rank", {"target": "mlp", "factor": 2}))
+    new, _ = grow_model(model, operation("change_lora_rank", {"target": "mlp", "factor": 2}))
     for name in ("blocks.0.mlp.up", "blocks.1.mlp.down"):
         a, b = new.get_parameter(f"{name}.lora_a"), new.get_parameter(f"{name}.lora_b")
         assert torch.equal(a[:2], model.get_parameter(f"{name}.lora_a"))
@@ -110,8 +110,10 @@ def test_what_the_optimizer_knows_of_old_rows_stays() -> None:
 def test_gradients_follow_the_scale() -> None:
     """B at zero, so that the function and all other gradients stay as they are."""
     model = random_gpt(GPT2)
-    model, _ = grown(model, operation("set_lora_rank", rank("mlp", 2), alpha=4.0))
-    new, growth_plan = grown(model, operation("set_lora_alpha", {"target": "mlp", "alpha": 12.0}))
+    model, _ = grow_model(model, operation("set_lora_rank", rank("mlp", 2), alpha=4.0))
+    new, growth_plan = grow_model(
+        model, operation("set_lora_alpha", {"target": "mlp", "alpha": 12.0})
+    )
     for network in (model, new):
         network(*batch(GPT2)).backward()
     name = "blocks.0.mlp.up.lora_b"
@@ -127,7 +129,7 @@ def test_gradients_follow_the_scale() -> None:
 
 def test_without_holding_the_scale_falls() -> None:
     model = lora_gpt(LLAMA, Lora("attn", 2, 4.0))
-    new, growth_plan = grown(model, operation("set_lora_rank", rank("attn", 4), hold=False))
+    new, growth_plan = grow_model(model, operation("set_lora_rank", rank("attn", 4), hold=False))
     assert growth_plan.label == "lossy"
     assert new.arch.lora == (Lora("attn", 4, 4.0),)
     torch.testing.assert_close(
@@ -138,7 +140,9 @@ def test_without_holding_the_scale_falls() -> None:
 def test_factors_are_rounded_and_leave_a_rank_of_one_at_least() -> None:
     model = lora_gpt(GPT2, Lora("attn", 3, 3.0), Lora("mlp", 1, 1.0))
     for factor, ranks in ((1.5, (5, 2)), (0.5, (2, 1)), (0.1, (1, 1))):
-        new, _ = grown(model, operation("change_lora_rank", {"target": "all", "factor": factor}))
+        new, _ = grow_model(
+            model, operation("change_lora_rank", {"target": "all", "factor": factor})
+        )
         entries = [adapter_of(new.arch.lora, f"blocks.0.{part}") for part in ("attn.key", "mlp.up")]
         assert tuple(entry.rank for entry in entries if entry) == ranks
         assert not [
@@ -149,7 +153,7 @@ def test_factors_are_rounded_and_leave_a_rank_of_one_at_least() -> None:
 @STYLES
 def test_shrinking_keeps_the_best_of_the_product(base: Architecture) -> None:
     model = lora_gpt(base, Lora("attn", 5, 5.0), Lora("embedding", 4, 2.0))
-    new, growth_plan = grown(model, operation("set_lora_rank", rank("all", 2)))
+    new, growth_plan = grow_model(model, operation("set_lora_rank", rank("all", 2)))
     assert growth_plan.label == "lossy"
     assert output_change(model, new) > 1e-3
     for name in ("blocks.0.attn.query", "blocks.1.attn.output", "token_embedding"):
@@ -161,24 +165,24 @@ def test_shrinking_keeps_the_best_of_the_product(base: Architecture) -> None:
 @STYLES
 def test_a_rank_that_was_not_used_is_given_back_at_no_loss(base: Architecture) -> None:
     model = lora_gpt(base, Lora("all", 2, 3.0))
-    more, _ = grown(model, operation("set_lora_rank", rank("all", 6)))
-    less, growth_plan = grown(more, operation("set_lora_rank", rank("all", 2)), number=1)
+    more, _ = grow_model(model, operation("set_lora_rank", rank("all", 6)))
+    less, growth_plan = grow_model(more, operation("set_lora_rank", rank("all", 2)), number=1)
     assert (less.arch, growth_plan.label) == (model.arch, "lossy")
     assert output_change(model, less) < 1e-10
 
 
 def unused_ranks(base: Architecture) -> dict[str, GPT]:
     """Models with adapters of rank 6 of which at least 4 ranks have no part in the product."""
-    fresh, _ = grown(random_gpt(base), operation("set_lora_rank", rank("mlp", 6)))
+    fresh, _ = grow_model(random_gpt(base), operation("set_lora_rank", rank("mlp", 6)))
     low_rank = lora_gpt(base, Lora("mlp", 2, 3.0))
-    merged_model, _ = grown(lora_gpt(base, Lora("mlp", 6, 9.0)), operation("merge_lora"))
+    merged_model, _ = grow_model(lora_gpt(base, Lora("mlp", 6, 9.0)), operation("merge_lora"))
     return {
         "just added": fresh,
         "right after merging": merged_model,
-        "some just added": grown(low_rank, operation("set_lora_rank", rank("mlp", 6)))[0],
-        "in a new block": grown(lora_gpt(base, Lora("mlp", 6, 9.0)), operation("insert_layers", 1))[
-            0
-        ],
+        "some just added": grow_model(low_rank, operation("set_lora_rank", rank("mlp", 6)))[0],
+        "in a new block": grow_model(
+            lora_gpt(base, Lora("mlp", 6, 9.0)), operation("insert_layers", 1)
+        )[0],
     }
 
 
@@ -188,7 +192,7 @@ def unused_ranks(base: Architecture) -> dict[str, GPT]:
 )
 def test_ranks_that_were_not_used_can_learn_after_shrinking(base: Architecture, case: str) -> None:
     model = unused_ranks(base)[case]
-    new, _ = grown(model, operation("set_lora_rank", rank("mlp", 4)), number=3)
+    new, _ = grow_model(model, operation("set_lora_rank", rank("mlp", 4)), number=3)
     if case != "in a new block":
         assert output_change(model, new) < 1e-10
     assert dead_ranks(new.arch.parameters(), new.get_parameter) == ""
@@ -198,9 +202,9 @@ def test_ranks_that_were_not_used_can_learn_after_shrinking(base: Architecture, 
     assert is_unused.sum() == (2 if case == "some just added" else 4)
     # drawn from the seed, the operation's number and the name, as all new values
     same, other = (
-        grown(model, operation("set_lora_rank", rank("mlp", 4)), number=number)[0].get_parameter(
-            f"{last}.lora_a"
-        )
+        grow_model(model, operation("set_lora_rank", rank("mlp", 4)), number=number)[
+            0
+        ].get_parameter(f"{last}.lora_a")
         for number in (3, 4)
     )
     assert torch.equal(same, a)
@@ -221,7 +225,7 @@ def test_ranks_that_are_zero_in_both_factors_are_counted() -> None:
     last_model = model
     for name in ("blocks.0.mlp.up", "blocks.1.mlp.down"):
         for size in (1, 4):
-            last_model, _ = grown(
+            last_model, _ = grow_model(
                 last_model, operation("set_lora_rank", rank(name, size)), number=size
             )
     assert output_change(model, last_model) < 1e-10
@@ -231,12 +235,14 @@ def test_ranks_that_are_zero_in_both_factors_are_counted() -> None:
 @STYLES
 def test_adapters_taken_away_are_gone_unless_merged_before(base: Architecture) -> None:
     model = lora_gpt(base, Lora("attn", 2, 3.0), Lora("embedding", 2, 1.0))
-    without_adapters, growth_plan = grown(model, operation("set_lora_rank", rank("all", 0)))
+    without_adapters, growth_plan = grow_model(model, operation("set_lora_rank", rank("all", 0)))
     assert (without_adapters.arch, growth_plan.label) == (base, "lossy")
     assert "to keep what the adapters have learned, use merge_lora first" in growth_plan.notes
     assert output_change(model, without_adapters) > 1e-3
-    merged_model, _ = grown(model, operation("merge_lora"))
-    merged_without_adapters, _ = grown(merged_model, operation("set_lora_rank", rank("all", 0)))
+    merged_model, _ = grow_model(model, operation("merge_lora"))
+    merged_without_adapters, _ = grow_model(
+        merged_model, operation("set_lora_rank", rank("all", 0))
+    )
     assert merged_without_adapters.arch == base
     assert output_change(model, merged_without_adapters) < 1e-10
 
@@ -245,7 +251,7 @@ def test_adapters_taken_away_are_gone_unless_merged_before(base: Architecture) -
 @pytest.mark.parametrize("target", [None, "attn", "embedding", "blocks.1.*"])
 def test_merging_changes_nothing_and_begins_anew(base: Architecture, target: str | None) -> None:
     model = lora_gpt(base, Lora("all", 2, 3.0, True))
-    new, growth_plan = grown(model, operation("merge_lora", target))
+    new, growth_plan = grow_model(model, operation("merge_lora", target))
     assert (new.arch, growth_plan.label) == (model.arch, "exact")
     assert proof(model, new, growth_plan).holds
     adapter = Lora(target or "all", 1, 1.0)
@@ -254,7 +260,7 @@ def test_merging_changes_nothing_and_begins_anew(base: Architecture, target: str
         is_merged = adapter.matches(name)
         assert is_merged == (not b.any())
         assert is_merged == (not torch.equal(a, model.get_parameter(f"{name}.lora_a")))
-    second_merge, _ = grown(new, operation("merge_lora", target), number=1)
+    second_merge, _ = grow_model(new, operation("merge_lora", target), number=1)
     first = "blocks.1.attn.query.lora_a" if target != "embedding" else "token_embedding.lora_a"
     assert not torch.equal(second_merge.get_parameter(first), new.get_parameter(first))
 
@@ -267,7 +273,9 @@ def test_a_rank_is_set_anew_after_merging_and_changes_nothing(
     """Also a smaller one, which else loses what the adapters have learned, and the same."""
     model = lora_gpt(base, Lora("attn", 2, 3.0), Lora("embedding", 2, 1.0))
     for target in ("attn", "embedding"):
-        new, growth_plan = grown(model, operation("set_lora_rank", rank(target, size), merge=True))
+        new, growth_plan = grow_model(
+            model, operation("set_lora_rank", rank(target, size), merge=True)
+        )
         assert growth_plan.label == "exact"
         assert proof(model, new, growth_plan).holds
         assert output_change(model, new) < 1e-5
@@ -279,7 +287,7 @@ def test_a_rank_is_set_anew_after_merging_and_changes_nothing(
         if entry:
             assert entry.scale == pytest.approx(3.0 / 2 if target == "attn" else 1.0 / 2)
             assert not product(new, weight).any()
-    other, _ = grown(model, operation("set_lora_rank", rank("attn", 4), merge=True, alpha=8.0))
+    other, _ = grow_model(model, operation("set_lora_rank", rank("attn", 4), merge=True, alpha=8.0))
     entry = adapter_of(other.arch.lora, "blocks.0.attn.query")
     assert entry is not None
     assert entry.alpha == 8.0
@@ -289,11 +297,11 @@ def test_a_factor_of_the_rank_with_merging_is_exact_both_ways() -> None:
     model = lora_gpt(LLAMA, Lora("attn", 4, 3.0))
     for factor, size in ((0.5, 2), ("x2", 8), (1, 4)):
         value = {"target": "attn", "factor": factor}
-        new, growth_plan = grown(model, operation("change_lora_rank", value, merge=True))
+        new, growth_plan = grow_model(model, operation("change_lora_rank", value, merge=True))
         assert proof(model, new, growth_plan).holds
         assert growth_plan.label == "exact"
         assert {entry.rank for entry in new.arch.lora} == {size}
-    lossy, growth_plan = grown(
+    lossy, growth_plan = grow_model(
         model, operation("change_lora_rank", {"target": "attn", "factor": 0.5})
     )
     assert growth_plan.label == "lossy"
@@ -302,12 +310,12 @@ def test_a_factor_of_the_rank_with_merging_is_exact_both_ways() -> None:
 
 def test_a_factor_of_alpha_is_one_of_the_scale() -> None:
     model = lora_gpt(LLAMA, Lora("attn", 2, 3.0), Lora("embedding", 2, 1.0))
-    every, growth_plan = grown(model, operation("change_lora_alpha", "x2"))
+    every, growth_plan = grow_model(model, operation("change_lora_alpha", "x2"))
     assert growth_plan.label == "lossy"
     for name in ("blocks.0.attn.query", "token_embedding"):
         assert torch.allclose(product(every, name), 2 * product(model, name))
     value = {"target": "embedding", "factor": 0.5}
-    embedding_model, _ = grown(model, operation("change_lora_alpha", value))
+    embedding_model, _ = grow_model(model, operation("change_lora_alpha", value))
     assert torch.allclose(
         product(embedding_model, "token_embedding"), product(model, "token_embedding") / 2
     )
@@ -318,14 +326,14 @@ def test_a_factor_of_alpha_is_one_of_the_scale() -> None:
 
 def test_an_untied_table_is_merged_apart_from_the_head() -> None:
     model = lora_gpt(LLAMA, Lora("embedding", 2, 3.0))
-    new, _ = grown(model, operation("merge_lora"))
+    new, _ = grow_model(model, operation("merge_lora"))
     assert torch.equal(new.get_parameter("head.weight"), model.get_parameter("head.weight"))
     assert output_change(model, new) < 1e-10
 
 
 def test_another_alpha_is_another_scale() -> None:
     model = lora_gpt(GPT2, Lora("attn", 2, 3.0), Lora("mlp", 2, 3.0))
-    new, growth_plan = grown(model, operation("set_lora_alpha", {"target": "mlp", "alpha": 9}))
+    new, growth_plan = grow_model(model, operation("set_lora_alpha", {"target": "mlp", "alpha": 9}))
     assert growth_plan.label == "lossy"
     assert set(new.arch.lora) == {Lora("attn", 2, 3.0), Lora("mlp", 2, 9.0)}
     for name, times in (("blocks.0.mlp.up", 3), ("blocks.0.attn.key", 1)):
@@ -334,7 +342,7 @@ def test_another_alpha_is_another_scale() -> None:
 
 def test_every_weight_keeps_its_own_scale() -> None:
     model = lora_gpt(GPT2, Lora("attn", 4, 8.0), Lora("blocks.1.mlp.up", 2, 1.0))
-    new, growth_plan = grown(model, operation("set_lora_rank", rank("blocks.*", 6), alpha=3.0))
+    new, growth_plan = grow_model(model, operation("set_lora_rank", rank("blocks.*", 6), alpha=3.0))
     assert growth_plan.label == "exact"
     assert proof(model, new, growth_plan).holds
     scales = {
@@ -350,7 +358,7 @@ def test_every_weight_keeps_its_own_scale() -> None:
 
 def test_an_entry_for_the_same_target_takes_the_old_ones_place() -> None:
     model = lora_gpt(GPT2, Lora("blocks.*.up", 2, 3.0))
-    new, _ = grown(model, operation("set_lora_rank", rank("blocks.*.up", 4)))
+    new, _ = grow_model(model, operation("set_lora_rank", rank("blocks.*.up", 4)))
     assert new.arch.lora == (Lora("blocks.*.up", 4, 6.0),)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from growing import batch, filled, grown, operation, proof, random_gpt, values
+from growing import batch, build_model, grow_model, operation, proof, random_gpt, values
 from shapes import gpt2, llama
 
 from instar.config.sections import Operation
@@ -40,7 +40,7 @@ FOLD = operation("fold_masks")
 @OPERATIONS
 def test_at_first_nothing_changes(arch: Architecture, op: Operation) -> None:
     model = random_gpt(arch)
-    new, growth_plan = grown(model, op, step=STEP)
+    new, growth_plan = grow_model(model, op, step=STEP)
     assert growth_plan.label == "exact"
     assert proof(model, new, growth_plan).holds
     assert new.arch.mask is not None
@@ -52,7 +52,7 @@ def test_at_first_nothing_changes(arch: Architecture, op: Operation) -> None:
 def test_all_that_is_new_has_values_and_learns_at_the_next_step(
     arch: Architecture, op: Operation
 ) -> None:
-    new, _ = grown(random_gpt(arch), op, step=STEP)
+    new, _ = grow_model(random_gpt(arch), op, step=STEP)
     new.set_step(STEP + 1)
     inputs, targets = batch(arch)
     new(inputs, targets).backward()
@@ -70,9 +70,9 @@ def test_all_that_is_new_has_values_and_learns_at_the_next_step(
 @STYLES
 @OPERATIONS
 def test_folded_it_is_a_model_that_was_born_so(arch: Architecture, op: Operation) -> None:
-    open_model, _ = grown(random_gpt(arch), op, step=STEP)
+    open_model, _ = grow_model(random_gpt(arch), op, step=STEP)
     open_model.set_step(STEP + STEPS)
-    folded_model, growth_plan = grown(open_model, FOLD, step=STEP + STEPS)
+    folded_model, growth_plan = grow_model(open_model, FOLD, step=STEP + STEPS)
     assert growth_plan.label == "exact"
     assert proof(open_model, folded_model, growth_plan).holds
     assert folded_model.arch == arch.resized(
@@ -82,7 +82,7 @@ def test_folded_it_is_a_model_that_was_born_so(arch: Architecture, op: Operation
         torch.equal(tensor, values(open_model)[name])
         for name, tensor in values(folded_model).items()
     )
-    born = filled(folded_model.arch, values(folded_model))
+    born = build_model(folded_model.arch, values(folded_model))
     assert torch.equal(born(batch(arch)[0]), folded_model(batch(arch)[0]))
     assert not [name for name, _ in folded_model.named_buffers() if "rope" not in name]
 

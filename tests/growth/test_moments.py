@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from growing import KEY, batch, filled, grow_optimizer, grown, operation, random_gpt, values
+from growing import (
+    KEY,
+    batch,
+    build_model,
+    grow_model,
+    grow_optimizer,
+    operation,
+    random_gpt,
+    values,
+)
 from shapes import gpt2, llama
 from torch import Tensor
 
@@ -53,7 +62,7 @@ def test_gradients_of_what_was_kept_change_by_the_planned_factor(
         op = operation("widen_hidden", 32)  # the mean of the new channels moves the old ones
         op = replace(op, options={"how": "duplicate"})
     old = random_gpt(arch)
-    new, growth_plan = grown(old, op)
+    new, growth_plan = grow_model(old, op)
     data = batch(arch)
     before = gradients(old, data)
     expected = apply(growth_plan, before, Role.FIRST_MOMENT, KEY, "mapped")
@@ -68,7 +77,7 @@ def test_gradients_of_what_was_kept_change_by_the_planned_factor(
 
 def test_split_heads_share_the_gradient_of_their_source() -> None:
     old = random_gpt(LLAMA)
-    new, _ = grown(old, operation("split_kv_heads", 2))
+    new, _ = grow_model(old, operation("split_kv_heads", 2))
     data = batch(LLAMA)
     name = "blocks.1.attn.key.weight"
     before, after = gradients(old, data)[name], gradients(new, data)[name]
@@ -104,13 +113,13 @@ class Trajectory:
     ) -> float:
         """How far 20 more steps of the grown and of the ungrown model lead apart, relative."""
         arch, right = plan(self.model.arch, operation("widen_mlp", "x2", how="split"))
-        new = filled(arch, apply(right, values(self.model), Role.PARAMETER, KEY))
+        new = build_model(arch, apply(right, values(self.model), Role.PARAMETER, KEY))
         memory = grow_optimizer(
             change(right), optimizer_memory(self.model, self.optimizer), KEY, mode
         )
         after = self.adamw(new, ratio)
         remember(new, after, memory)
-        old = filled(self.model.arch, values(self.model))
+        old = build_model(self.model.arch, values(self.model))
         before = self.adamw(old, 1.0)
         remember(old, before, optimizer_memory(self.model, self.optimizer))
         for number in range(20):
@@ -210,7 +219,7 @@ def test_an_even_split_keeps_the_trajectory_under_sgd(arch: Architecture) -> Non
         gradients(old, samples)
         before.step()
     grown_arch, growth_plan = plan(arch, operation("widen_mlp", "x2", how="split"))
-    new = filled(grown_arch, apply(growth_plan, values(old), Role.PARAMETER, KEY))
+    new = build_model(grown_arch, apply(growth_plan, values(old), Role.PARAMETER, KEY))
     after = sgd(new, 0.5)
     remember(new, after, grow_optimizer(growth_plan, optimizer_memory(old, before), KEY, "mapped"))
     for samples in data:
@@ -268,7 +277,7 @@ def test_new_slices_do_not_leap_at_the_first_step() -> None:
     for number in range(60):
         gradients(old, batch(GPT2, 2 + number % 3))
         before.step()
-    new, growth_plan = grown(old, operation("widen_mlp", 24))
+    new, growth_plan = grow_model(old, operation("widen_mlp", 24))
     after = torch.optim.AdamW(new.parameters(), lr=1e-3, weight_decay=0.0)
     remember(new, after, grow_optimizer(growth_plan, optimizer_memory(old, before), KEY))
     weight = new.blocks[0].mlp.down.weight
@@ -344,7 +353,7 @@ def test_experts_share_the_gradient_and_the_moments_of_their_source() -> None:
     old = random_gpt(LLAMA)
     data = batch(LLAMA)
     gradients(old, data)
-    new, growth_plan = grown(old, operation("upcycle", 3))
+    new, growth_plan = grow_model(old, operation("upcycle", 3))
     gradients(new, data)
     for name, parameter in old.named_parameters():
         gradient = new.get_parameter(name).grad
@@ -368,7 +377,7 @@ def test_muons_momentum_grows_as_a_first_moment() -> None:
     gradients(old, batch(GPT2))
     muon.step()
     memory = optimizer_memory(old, muon)
-    new, growth_plan = grown(old, operation("widen_mlp", 18))
+    new, growth_plan = grow_model(old, operation("widen_mlp", 18))
     momentum = grow_optimizer(growth_plan, memory, KEY)
     assert momentum.keys() == memory.keys()
     down = momentum["blocks.0.mlp.down.weight/momentum_buffer"]

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from cases import shortened
-from growing import grown, operation, proof, random_gpt
+from cases import parametrize_first
+from growing import grow_model, operation, proof, random_gpt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shapes import gpt2, llama
@@ -90,7 +90,7 @@ SINGLE = [
 @pytest.mark.parametrize(("arch", "op"), SINGLE)
 def test_the_label_holds(arch: Architecture, op: Operation) -> None:
     model = random_gpt(arch)
-    new, plan = grown(model, op)
+    new, plan = grow_model(model, op)
     measurement = proof(model, new, plan)
     assert measurement.holds, measurement
     if plan.label == "lossy":
@@ -104,11 +104,11 @@ PAIRS = [
 ]
 
 
-@shortened(("arch", "first"), PAIRS, first=12)
+@parametrize_first(("arch", "first"), PAIRS, first=12)
 def test_the_label_holds_after_any_other(arch: Architecture, first: Operation) -> None:
-    model, _ = grown(random_gpt(arch), first)
+    model, _ = grow_model(random_gpt(arch), first)
     for second in operations(model.arch):
-        new, plan = grown(model, second, number=1)
+        new, plan = grow_model(model, second, number=1)
         assert proof(model, new, plan).holds, operation_id(second)
 
 
@@ -118,7 +118,7 @@ def test_labels_hold_in_any_order(style: str, data: st.DataObject) -> None:
     model = random_gpt(STYLES[style])
     for number in range(data.draw(st.integers(2, 5))):
         op = data.draw(st.sampled_from(list(operations(model.arch))))
-        new, plan = grown(model, op, number)
+        new, plan = grow_model(model, op, number)
         assert proof(model, new, plan).holds, operation_id(op)
         model = new
 
@@ -138,7 +138,7 @@ MASKED = [
 @pytest.mark.parametrize(("arch", "op"), MASKED)
 def test_under_a_mask_nothing_changes_at_first(arch: Architecture, op: Operation) -> None:
     model = random_gpt(arch)
-    new, plan = grown(model, op, step=30)
+    new, plan = grow_model(model, op, step=30)
     assert proof(model, new, plan).holds
     new.set_step(32)
     assert not proof(model, new, plan).holds
@@ -170,7 +170,7 @@ def test_under_a_mask_nothing_changes_at_first(arch: Architecture, op: Operation
 def test_no_more_of_the_shape_changes_than_must(
     op: Operation, arch: Architecture, changes: dict[str, float]
 ) -> None:
-    new, plan = grown(random_gpt(arch), op)
+    new, plan = grow_model(random_gpt(arch), op)
     expected = replace(arch, **changes)
     assert replace(new.arch, norm_eps=0, rope_base=0) == replace(expected, norm_eps=0, rope_base=0)
     assert (new.arch.norm_eps, new.arch.rope_base) == pytest.approx(
@@ -183,7 +183,7 @@ def test_inserted_blocks_come_where_they_are_asked_for() -> None:
     model = random_gpt(replace(GPT2, n_layer=4))
 
     def old_places(**options: object) -> list[int]:
-        new, _ = grown(model, operation("insert_layers", 2, **options))
+        new, _ = grow_model(model, operation("insert_layers", 2, **options))
         norms = [block.mlp_norm.weight for block in new.blocks]
         dead = [bool((block.mlp.down.weight == 0).all()) for block in new.blocks]
         old = [block.mlp_norm.weight for block in model.blocks]
@@ -199,13 +199,13 @@ def test_inserted_blocks_come_where_they_are_asked_for() -> None:
 @pytest.mark.parametrize(("where", "below"), [("start", [0]), ([1], [0]), ([2], [1]), ("end", [3])])
 def test_an_inserted_block_is_a_copy_of_the_one_below(where: Any, below: list[int]) -> None:
     model = random_gpt(replace(GPT2, n_layer=4))
-    _, plan = grown(model, operation("insert_layers", 1, where=where))
+    _, plan = grow_model(model, operation("insert_layers", 1, where=where))
     copies = {how.source for how in plan.tensors.values() if isinstance(how, Grown) and how.is_copy}
     assert sorted({layer_of(source) for source in copies}) == below
 
 
 def test_a_block_takes_its_adapters_along() -> None:
     arch = replace(GPT2, lora=(Lora("blocks.1.mlp.up", 2, 2.0),))
-    new, _ = grown(random_gpt(arch), operation("insert_layers", 1, where="start"))
+    new, _ = grow_model(random_gpt(arch), operation("insert_layers", 1, where="start"))
     lora_names = [name for name in new.arch.parameters() if name.endswith("lora_a")]
     assert lora_names == ["blocks.2.mlp.up.lora_a"]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cases import shortened
+from cases import parametrize_first
 from forks import Forks, children_as_ranks
 
 
-@shortened(
+@parametrize_first(
     ("kind", "operations"),
     [
         ("llama", ["widen_mlp_split", "insert_layers", "widen_hidden"]),

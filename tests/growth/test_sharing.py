@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from growing import batch, filled, grow_optimizer, grown, operation, proof, random_gpt, values
+from growing import (
+    batch,
+    build_model,
+    grow_model,
+    grow_optimizer,
+    operation,
+    proof,
+    random_gpt,
+    values,
+)
 from live import change_if_due, restore
 from shapes import gpt2, llama
 from small_models import model_of
@@ -51,7 +60,7 @@ STYLES = {
 @pytest.mark.parametrize("arch", STYLES.values(), ids=STYLES)
 def test_the_head_begins_as_the_table_and_parts_from_it(arch: Architecture) -> None:
     model = random_gpt(arch)
-    new, growth_plan = grown(model, UNTIE)
+    new, growth_plan = grow_model(model, UNTIE)
     assert growth_plan.label == "exact"
     assert proof(model, new, growth_plan).holds
     assert not new.arch.tied
@@ -79,11 +88,11 @@ def test_twenty_steps_are_those_of_a_model_born_untied_with_these_states(
     optimizers = train(model, config, 5)
     states = optimizer_tensors(optimizers, dict(model.named_parameters()))
     assert all(bool(state.any()) for state in states.values())
-    grown_model, growth_plan = grown(model, UNTIE)
+    grown_model, growth_plan = grow_model(model, UNTIE)
     grown_states = grow_optimizer(growth_plan, states, (7, 0))
 
     born_values = values(model) | {"head.weight": values(model)["token_embedding.weight"].clone()}
-    born = filled(replace(arch, tied=False), born_values)
+    born = build_model(replace(arch, tied=False), born_values)
     of_table = "token_embedding.weight/"
     born_states = states | {
         f"head.weight/{name.removeprefix(of_table)}": state.clone()
@@ -180,7 +189,7 @@ def test_heads_of_their_own_are_refused_in_models_of_transformers(kind: str) -> 
 
 def test_dropout_changes_nothing_but_training() -> None:
     model = random_gpt(GPT2).eval()
-    new, growth_plan = grown(model, operation("set_dropout", 0.25))
+    new, growth_plan = grow_model(model, operation("set_dropout", 0.25))
     assert (growth_plan.label, new.arch.dropout) == ("exact", 0.25)
     new.eval()
     assert proof(model, new, growth_plan).holds
@@ -189,7 +198,7 @@ def test_dropout_changes_nothing_but_training() -> None:
     assert torch.equal(eval_logits, model(inputs))
     new.train()
     assert not torch.equal(new(inputs), eval_logits)
-    half, _ = grown(new, operation("change_dropout", 0.5))
+    half, _ = grow_model(new, operation("change_dropout", 0.5))
     assert half.arch.dropout == 0.125
     for value, message in ((8, "the result would be 2"), (0.0, "must be a factor above 0")):
         with pytest.raises(GrowthError, match=message):

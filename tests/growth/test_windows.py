@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import shortened
-from growing import grown, operation, proof, random_gpt
+from cases import parametrize_first
+from growing import grow_model, operation, proof, random_gpt
 from shapes import gpt2, llama
 from started import run_ranks
 from tiny_trainers import config, config_in, corpus, prepared, trainer
@@ -54,7 +54,7 @@ def test_windows_are_as_requested(
     arch: Architecture, name: str, value: Any, windows: tuple[int | None, ...]
 ) -> None:
     model = random_gpt(arch)
-    new, growth_plan = grown(model, operation(name, value))
+    new, growth_plan = grow_model(model, operation(name, value))
     assert new.arch == replace(arch, windows=windows)
     assert growth_plan.label == "lossy"
     assert proof(model, new, growth_plan).max_logit_diff_relative > 1e-3
@@ -175,7 +175,7 @@ def curve(run_dir: Path) -> list[float]:
     return [event.loss for event in events if isinstance(event, Train)]
 
 
-@shortened("reproducible", ["elastic", "fixed"], first=1)
+@parametrize_first("reproducible", ["elastic", "fixed"], first=1)
 def test_any_number_of_ranks_and_any_strategy_train_alike(
     config_in: Callable[..., Loaded], tmp_path: Path, reproducible: str
 ) -> None:

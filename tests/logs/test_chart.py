@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from drawn import evaluated, falling, place, read_run, train, write_run
+from drawn import eval_event, falling, place, read_run, train, write_run
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -173,7 +173,7 @@ def test_a_mean_over_less_than_all_runs_says_so(tmp_path):
     records = [
         read_run(
             tmp_path / f"demo-{letter * 5}",
-            [train(1, 4.0), *([evaluated(2, loss)] if loss else [])],
+            [train(1, 4.0), *([eval_event(2, loss)] if loss else [])],
             CONFIG.format(seed=seed, n_mlp=64),
         )
         for seed, (letter, loss) in enumerate((("a", 3.0), ("b", 4.0), ("c", None)))
@@ -260,7 +260,9 @@ def test_a_run_without_a_metric_says_so(tmp_path):
 
 def test_of_several_runs_one_may_lack_a_metric(tmp_path):
     plain = read_run(tmp_path / "a-aaaaa", [train(1, 3.0), train(2, 2.0)])
-    with_val = read_run(tmp_path / "b-bbbbb", [train(1, 3.0), evaluated(1, 3.0), evaluated(2, 2.0)])
+    with_val = read_run(
+        tmp_path / "b-bbbbb", [train(1, 3.0), eval_event(1, 3.0), eval_event(2, 2.0)]
+    )
 
     (panel,) = compose([plain, with_val], ChartRequest(panels=(("val/loss",),))).panels
 

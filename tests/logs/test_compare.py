@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from written_runs import writing, written
+from written_runs import write_run, writing
 
 from instar.config.errors import ConfigError
 from instar.logs.query.alignment import (
@@ -45,8 +45,10 @@ def means(comparison: Comparison, metric: str) -> list[list[float | None]]:
 @pytest.fixture
 def two(tmp_path: Path) -> tuple[RunDir, RunDir]:
     """One goes from 4 to 2 in 40 steps, the other in 20."""
-    slow = written(tmp_path / "slow", {10: 3.5, 20: 3.0, 40: 2.0}, {20: 3.0, 40: 2.0})
-    fast = written(tmp_path / "fast", {10: 3.0, 20: 2.0}, {10: 3.0, 20: 2.0}, {"optimizer.lr": 0.1})
+    slow = write_run(tmp_path / "slow", {10: 3.5, 20: 3.0, 40: 2.0}, {20: 3.0, 40: 2.0})
+    fast = write_run(
+        tmp_path / "fast", {10: 3.0, 20: 2.0}, {10: 3.0, 20: 2.0}, {"optimizer.lr": 0.1}
+    )
     return slow, fast
 
 
@@ -95,7 +97,7 @@ def test_what_was_superseded_is_compared_with_nothing(tmp_path: Path) -> None:
         writer.train(20, 9.0)
         writer.start(step=10, resumed_from="step-10")
         writer.train(20, 2.0)
-    plain = written(tmp_path / "b", {10: 4.0, 20: 2.0})
+    plain = write_run(tmp_path / "b", {10: 4.0, 20: 2.0})
     comparison = side_by_side(
         writer.run, plain, places=[AxisValue("step", 15), AxisValue("step", 20)]
     )
@@ -103,8 +105,8 @@ def test_what_was_superseded_is_compared_with_nothing(tmp_path: Path) -> None:
 
 
 def test_a_run_that_diverged_is_not_taken_for_one_that_has_not_come_so_far(tmp_path: Path) -> None:
-    nan_run = written(tmp_path / "lost", {10: 4.0, 20: math.nan})
-    short = written(tmp_path / "short", {10: 4.0})
+    nan_run = write_run(tmp_path / "lost", {10: 4.0, 20: math.nan})
+    short = write_run(tmp_path / "short", {10: 4.0})
     comparison = side_by_side(nan_run, short, places=[AxisValue("step", 10), AxisValue("step", 20)])
     lines = [line.split() for line in comparison_text(comparison)]
     assert ["lost", "4.0000", "nan"] in lines
@@ -113,7 +115,7 @@ def test_a_run_that_diverged_is_not_taken_for_one_that_has_not_come_so_far(tmp_p
 
 def test_runs_alike_but_for_the_seed_are_one_group(tmp_path: Path) -> None:
     runs = [
-        written(
+        write_run(
             tmp_path / f"{name}-{seed}",
             {10: loss + seed},
             config={"name": name, "seed": seed, "optimizer.lr": lr},
@@ -136,7 +138,7 @@ def test_runs_alike_but_for_the_seed_are_one_group(tmp_path: Path) -> None:
 
 def test_runs_of_one_name_are_one_group(tmp_path: Path) -> None:
     runs = [
-        written(tmp_path / f"{name}-{ids}", {1: loss})
+        write_run(tmp_path / f"{name}-{ids}", {1: loss})
         for name, ids, loss in (("a", "abcde", 1.0), ("b", "abcde", 9.0), ("a", "fghjk", 3.0))
     ]
     comparison = side_by_side(*runs, by="name", places=[AxisValue("step", 1)])
@@ -187,7 +189,7 @@ def test_a_loss_that_is_not_reached_is_told(two: tuple[RunDir, RunDir]) -> None:
 def test_groups_are_compared_seed_by_seed(tmp_path: Path) -> None:
     ends = {("a", 1): 10, ("a", 2): 20, ("a", 3): 99, ("b", 1): 5, ("b", 2): 8}
     runs = [
-        written(
+        write_run(
             tmp_path / f"{name}-{seed}",
             {1: 4.0},
             {1: 4.0, end: 2.0 if end < 99 else 3.5},
@@ -227,7 +229,7 @@ def test_arms_without_a_common_seed_are_compared_by_their_means() -> None:
 
 
 def test_a_value_that_is_lost_again_is_told(tmp_path: Path) -> None:
-    run = written(tmp_path / "run", {1: 1.0}, {10: 4.0, 20: 2.0, 30: 3.5, 40: 2.0})
+    run = write_run(tmp_path / "run", {1: 1.0}, {10: 4.0, 20: 2.0, 30: 3.5, 40: 2.0})
     crossing = at_loss(read_record(run).series("val/loss"), 3.0)
     assert crossing is not None
     assert (crossing.at["step"], crossing.left_at_step, crossing.from_the_start) == (
@@ -248,7 +250,7 @@ def test_a_value_that_is_reached_in_a_decay_is_told(tmp_path: Path) -> None:
         for step, lr in rates.items():
             writer.train(step, 8.0 - step / 10, lr=lr)
             writer.val(step, 8.0 - step / 10)
-    plain = written(tmp_path / "plain", {10: 4.0, 20: 2.0}, {10: 4.0, 20: 2.0})
+    plain = write_run(tmp_path / "plain", {10: 4.0, 20: 2.0}, {10: 4.0, 20: 2.0})
     shares = {}
     for target in (5.0, 3.0, 1.0):
         comparison = side_by_side(writer.run, plain, target=target)
@@ -371,7 +373,7 @@ def test_a_long_value_does_not_stand_whole_in_a_name(tmp_path: Path) -> None:
     one_operation = "[{name: change_lr, value: 0.5, max_wait_iters: 4}]"
     two_operations = f"{one_operation[:-1]}, {one_operation[1:]}"
     runs = [
-        written(tmp_path / f"run{n}" / "same", {1: 1.0}, config={"schedule": text})
+        write_run(tmp_path / f"run{n}" / "same", {1: 1.0}, config={"schedule": text})
         for n, text in enumerate((one_operation, two_operations))
     ]
     assert run_labels(runs) == ["same schedule=1 operation", "same schedule=2 operations"]
@@ -388,7 +390,7 @@ def test_a_long_value_stands_in_a_short_form_in_the_table_of_differences(
         f"[{operation.replace('0.5', f'0.{n + 6}')}, {operation}]" for n in range(n_others)
     ]
     runs = [
-        written(tmp_path / f"run-{n}", {1: 1.0}, config={"schedule": schedule})
+        write_run(tmp_path / f"run-{n}", {1: 1.0}, config={"schedule": schedule})
         for n, schedule in enumerate(schedules)
     ]
     comparison = side_by_side(*runs)
@@ -405,8 +407,8 @@ def test_a_long_value_stands_in_a_short_form_in_the_table_of_differences(
 def test_a_loss_on_other_data_is_not_looked_for(tmp_path: Path, key: str) -> None:
     name, value = key.split("=")
     runs = [
-        written(tmp_path / "a-one", {1: 3.0, 2: 1.0}, {2: 1.0}),
-        written(tmp_path / "b-two", {1: 3.0, 2: 1.0}, {2: 1.0}, config={name: value}),
+        write_run(tmp_path / "a-one", {1: 3.0, 2: 1.0}, {2: 1.0}),
+        write_run(tmp_path / "b-two", {1: 3.0, 2: 1.0}, {2: 1.0}, config={name: value}),
     ]
     sides, _ = group_runs(runs)
     with pytest.raises(ConfigError, match=name):
@@ -431,8 +433,8 @@ def test_losses_on_different_data_stand_under_a_warning(
     tmp_path: Path, config: dict[str, object], other: dict[str, object], keys: str, losses: str
 ) -> None:
     runs = [
-        written(tmp_path / "a-one", {1: 3.0, 2: 1.0}, {1: 3.0, 2: 1.0}, config=config),
-        written(tmp_path / "b-two", {1: 3.0, 2: 1.0}, {1: 3.0, 2: 1.0}, config=config | other),
+        write_run(tmp_path / "a-one", {1: 3.0, 2: 1.0}, {1: 3.0, 2: 1.0}, config=config),
+        write_run(tmp_path / "b-two", {1: 3.0, 2: 1.0}, {1: 3.0, 2: 1.0}, config=config | other),
     ]
     comparison = side_by_side(*runs)
     plain, markdown = (
@@ -453,7 +455,7 @@ def test_a_held_out_loss_on_the_same_text_is_looked_for_whatever_was_trained_on(
     tmp_path: Path,
 ) -> None:
     runs = [
-        written(
+        write_run(
             tmp_path / f"run-{n}",
             {1: 3.0, 2: 1.0},
             {1: 3.0, 2: 1.0},

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from needed import needs
-from shown_runs import started, steps, write
+from shown_runs import start_event, steps, write
 
 from instar.cli.main import main
 from instar.logs.query.runs import list_rows, row_to_json, run_tree
@@ -24,15 +24,15 @@ def branch(folder: Path, parent: str, name: str, step: int, *, path: str = "") -
     first = Branched(
         name=name, parent=parent, step=step, checkpoint=f"step-{step}", iters=10, decay=10
     )
-    events = [(started(step=step), 1), *steps(step + 1, step + 10)] if step < 30 else []
+    events = [(start_event(step=step), 1), *steps(step + 1, step + 10)] if step < 30 else []
     return write(folder / (path or f"{parent}.{name}"), [(first, 0), *events])
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     branch(tmp_path, "trunk", "large", 30)
-    write(tmp_path / "other", [(started(), 1), *steps(1, 10)])
-    write(tmp_path / "trunk", [(started(), 1), *steps(1, 40)])
+    write(tmp_path / "other", [(start_event(), 1), *steps(1, 10)])
+    write(tmp_path / "trunk", [(start_event(), 1), *steps(1, 40)])
     branch(tmp_path, "trunk", "small", 10)
     branch(tmp_path, "trunk.small", "tiny", 15)
     return tmp_path
@@ -104,7 +104,7 @@ def test_a_report_shows_the_tree(folder: Path) -> None:
     ],
 )
 def test_a_record_alone_makes_no_family(tmp_path: Path, parent: str, name: str, path: str) -> None:
-    write(tmp_path / "other", [(started(), 1), *steps(1, 10)])
+    write(tmp_path / "other", [(start_event(), 1), *steps(1, 10)])
     run = branch(tmp_path, parent, name, 10, path=path)
     assert [row.name for row in run_tree(run)] == (["gone.small"] if parent == "gone" else [])
     assert run_tree(RunDir(tmp_path / "other")) == ()

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from written_runs import written
+from written_runs import write_run
 
 from instar.config.errors import ConfigError
 from instar.logs.query.groups import notes_on_bases
@@ -19,7 +19,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Three runs in `runs`, the last of them written to first, and a folder that is none."""
     monkeypatch.chdir(tmp_path)
     for number, name in enumerate(("grow-abcde", "grow-fghjk", "other-mnpqr")):
-        run = written(Path("runs", name), {1: 3.0})
+        run = write_run(Path("runs", name), {1: 3.0})
         os.utime(run.events, (1000 - number, 1000 - number))
     Path("runs", "notes").mkdir()
     return Path("runs")
@@ -83,7 +83,7 @@ def test_without_any_run_it_is_said_how_to_start_one(
 
 def test_a_path_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    written(tmp_path / "there" / "runs" / "grow-abcde", {1: 1.0})
+    write_run(tmp_path / "there" / "runs" / "grow-abcde", {1: 1.0})
     for find in (find_run, lambda text: find_runs([text])):
         for text in ("nowhere/foo", str(tmp_path / "there" / "runs" / "foo")):
             with pytest.raises(ConfigError) as error:
@@ -98,8 +98,8 @@ def test_a_folder_without_runs_has_none(tmp_path: Path) -> None:
 
 
 def test_a_folder_named_by_hand_is_its_own_name(tmp_path: Path) -> None:
-    assert written(tmp_path / "by-hand", {1: 1.0}).name == "by-hand"
-    assert written(tmp_path / "grow-abcde", {1: 1.0}).name == "grow"
+    assert write_run(tmp_path / "by-hand", {1: 1.0}).name == "by-hand"
+    assert write_run(tmp_path / "grow-abcde", {1: 1.0}).name == "grow"
 
 
 def test_within_its_folder_a_run_is_named_by_a_dot(

@@ -17,7 +17,7 @@ import pytest
 from forks import Forks
 from needed import needs
 from starlette.testclient import TestClient
-from tiny_run import CONFIG, TEXT, Place, codes, events, said
+from tiny_run import CONFIG, TEXT, Place, codes, events, output_of
 
 from instar.logs.read.record import AXES, read_record
 from instar.record.rundir import RunDir
@@ -90,7 +90,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Resumed:
         words = ["train", "run.yaml", *sets] if start is None else ["resume", path]
         words += [] if start is None else ["--from", start]
         children = place.instar(*words, *until, ranks=ranks)
-        assert set(codes(children)) == {0}, said(children)
+        assert set(codes(children)) == {0}, output_of(children)
     story, run_events = Story(), events(path)
     for event in run_events:
         story.tell(event)

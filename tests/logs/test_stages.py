@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from shown_runs import LARGE, SMALL, START, place, started, steps, told_run, widened, write
+from shown_runs import LARGE, SMALL, START, place, start_event, steps, told_run, widen_event, write
 
 from instar.logs.query.stages import last_place, place_at, stages
 from instar.logs.read.record import read_record
@@ -40,19 +40,19 @@ def test_the_losses_are_the_last_ones_that_count(tmp_path: Path) -> None:
 
 
 def test_a_growth_that_was_superseded_begins_no_stage(tmp_path: Path) -> None:
-    lines = [(started(), 1), *steps(1, 20), (widened(20), 1), *steps(21, 25)]
-    run = write(tmp_path / "back", [*lines, (started(2, 10), 2), *steps(11, 30, 2)])
+    lines = [(start_event(), 1), *steps(1, 20), (widen_event(20), 1), *steps(21, 25)]
+    run = write(tmp_path / "back", [*lines, (start_event(2, 10), 2), *steps(11, 30, 2)])
     (only,) = stages(read_record(run))
     assert (only.from_step, only.to_step, only.parameters) == (0, 30, 20_000)
 
 
 def test_a_run_that_has_not_trained_yet_has_an_empty_stage(tmp_path: Path) -> None:
-    (only,) = stages(read_record(write(tmp_path / "new", [(started(), 1)])))
+    (only,) = stages(read_record(write(tmp_path / "new", [(start_event(), 1)])))
     assert (only.steps, only.tokens, only.loss) == (0, 0, None)
 
 
 def test_places_between_train_lines_are_interpolated(tmp_path: Path) -> None:
-    lines = [(started(), 1), *steps(10, 10), *steps(20, 20)]
+    lines = [(start_event(), 1), *steps(10, 10), *steps(20, 20)]
     record = read_record(write(tmp_path / "sparse", lines))
     assert place_at(record, 15)["tokens"] == 128 * 15
     assert place_at(record, 5)["tokens"] == 128 * 5
@@ -67,7 +67,12 @@ def test_an_evaluation_after_a_growth_at_its_step_is_of_the_grown_model(tmp_path
     train_events = [
         (event, START + event.step) for event, _ in steps(1, 20) if event.step is not None
     ]
-    events = [(started(), START), *train_events, (before, START + 21), (widened(20), START + 22)]
+    events = [
+        (start_event(), START),
+        *train_events,
+        (before, START + 21),
+        (widen_event(20), START + 22),
+    ]
     with run.events.open("wb") as file:
         file.writelines(encode_event(*event, 1) for event in (*events, (after, START + 23)))
     first, second = stages(read_record(run))

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drawn import evaluated, read_run
+from drawn import eval_event, read_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from written_runs import BEGAN, place, writing, written
+from written_runs import BEGAN, place, write_run, writing
 
 from instar.logs.query.summary import MetricValue, Summary, summarize, summary_to_json
 from instar.logs.read.reader_cache import cached_summary
@@ -128,7 +128,7 @@ def test_what_a_resume_superseded_counts_in_nothing_but_the_memory(tmp_path: Pat
 
 
 def test_values_that_are_no_numbers_are_last_but_never_best(tmp_path: Path) -> None:
-    run = written(tmp_path / "run", {1: 4.0, 2: math.nan}, {1: 3.0, 2: -math.inf})
+    run = write_run(tmp_path / "run", {1: 4.0, 2: math.nan}, {1: 3.0, 2: -math.inf})
     summary = summary_of(run.path)
     assert summary.best["val/loss"] == MetricValue(3.0, 1, error=0.01)
     assert math.isnan(summary.last["loss"].value)
@@ -196,7 +196,7 @@ def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
 
 
 def test_a_record_with_nothing_in_it(tmp_path: Path) -> None:
-    run = written(tmp_path / "run", {1: 1.0})
+    run = write_run(tmp_path / "run", {1: 1.0})
     run.events.write_bytes(b"")
     assert (summary_of(run.path).started, summary_of(run.path).state) == (0.0, "crashed")
     assert page(summary_of(run.path), 80)
@@ -244,7 +244,7 @@ def test_values_are_told_in_their_own_manner(name: str, value: float | None, tex
 def test_lines_of_several_runs_have_the_same_fields(
     tmp_path: Path, growth_summary: Summary
 ) -> None:
-    other = summary_of(written(tmp_path / "b", {1000: 12345.6}).path)
+    other = summary_of(write_run(tmp_path / "b", {1000: 12345.6}).path)
     with writing(tmp_path / "c") as writer:
         writer.start()
     lines = one_lines([growth_summary, other, summary_of(tmp_path / "c")])
@@ -283,7 +283,7 @@ def test_the_direction_that_a_run_has_said_counts_before_the_metric_s_name(tmp_p
     start = RunStarted(run_id="r", better={"loss": "min", "kind/doubt": "max", "score": "min"})
     values = [{"kind/doubt": 0.25, "score": 3.0}, {"kind/doubt": 0.5, "score": 4.0}]
     values.append({"kind/doubt": 0.125, "score": 5.0})
-    events = [evaluated(10 * n, 1.0, extra=extra) for n, extra in enumerate(values, 1)]
+    events = [eval_event(10 * n, 1.0, extra=extra) for n, extra in enumerate(values, 1)]
     summary = summarize(read_run(tmp_path / "said", [start, *events]))
     assert (summary.best["val/kind/doubt"].value, summary.best["val/kind/doubt"].step) == (0.5, 20)
     assert (summary.best["val/score"].value, summary.best["val/score"].step) == (3.0, 10)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from cases import shortened
+from cases import parametrize_first
 from forks import Child, Forks, children_as_ranks
 from grown_loops import LAST, LOOPS
 from safetensors.torch import load_file
@@ -20,7 +20,7 @@ def is_grown(tensors: Mapping[str, Tensor]) -> bool:
     return [tuple(tensors[name].shape) for name in last] == [(96, 48)]
 
 
-@shortened("loop", LOOPS, first=2)
+@parametrize_first("loop", LOOPS, first=2)
 def test_a_killed_run_goes_on_across_growth(loop: str, tmp_path: Path, forks: Forks) -> None:
     forks.import_now("grown_loops", "peft")
 
@@ -49,7 +49,7 @@ def test_a_killed_run_goes_on_across_growth(loop: str, tmp_path: Path, forks: Fo
         assert (config["intermediate_size"], config["num_hidden_layers"]) == (96, 3)
 
 
-@shortened("loop", LOOPS, first=2)
+@parametrize_first("loop", LOOPS, first=2)
 def test_two_processes_grow_alike_and_train_on(loop: str, tmp_path: Path, forks: Forks) -> None:
     """Gradients of all parameters, new ones too, are those of both processes, which have samples of their own."""
     forks.import_now("grown_loops", "peft")

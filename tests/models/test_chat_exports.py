@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import shortened
+from cases import parametrize_first
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from tuned_chats import ASKED, BASE_ENDS, CHAT_ENDS, MOST, tune_and_export
 
 import instar
 
 
-@shortened("kind", BASE_ENDS, first=1)
+@parametrize_first("kind", BASE_ENDS, first=1)
 def test_an_answer_ends_where_the_chats_ended(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

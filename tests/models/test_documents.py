@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from packed_documents import ARCHITECTURES, LLAMA, alone, check, gpt, packed, pretrained
+from packed_documents import (
+    ARCHITECTURES,
+    LLAMA,
+    check,
+    document_losses,
+    gpt,
+    packed_batch,
+    pretrained_model,
+)
 
 from instar.models.hf.families import BUILT_IN
 
@@ -18,9 +26,9 @@ def test_documents_of_a_gpt_do_not_see_each_other(kind: str, checkpointing: bool
 def test_documents_with_16_bits_do_not_see_each_other() -> None:
     """On CPUs that materialize scores: to the rounding of bfloat16, far from what other documents change."""
     model = gpt(LLAMA)
-    tokens, targets, positions = packed()
+    tokens, targets, positions = packed_batch()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        expected = torch.stack(alone(model)).double()
+        expected = torch.stack(document_losses(model)).double()
         losses = model(tokens, targets, per_sample=True, positions_BT=positions)
         without_masks = model(tokens, targets, per_sample=True)
     torch.testing.assert_close(losses, expected, rtol=2e-3, atol=0)
@@ -29,4 +37,4 @@ def test_documents_with_16_bits_do_not_see_each_other() -> None:
 
 @pytest.mark.parametrize("kind", sorted(BUILT_IN))
 def test_documents_of_models_of_transformers_do_not_see_each_other(kind: str) -> None:
-    check(pretrained(kind), 2e-6)
+    check(pretrained_model(kind), 2e-6)

@@ -7,7 +7,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 from flash import Flash, flash_on_cpu
-from packed_documents import ARCHITECTURES, check, gpt, packed, pretrained, sizes_of_documents
+from packed_documents import (
+    ARCHITECTURES,
+    check,
+    gpt,
+    packed_batch,
+    pretrained_model,
+    sizes_of_documents,
+)
 from torch import Tensor, nn
 
 from instar.models import documents
@@ -56,19 +63,19 @@ def test_documents_of_a_gpt_are_computed_by_the_kernel(
 def test_documents_of_models_of_transformers_are_computed_by_the_kernel(
     kind: str, flash: Flash
 ) -> None:
-    model = pretrained(kind)
+    model = pretrained_model(kind)
     check(WithSizes(model), 2e-6)
     # Gemma 2 caps its scores, which the kernel cannot
     assert (flash.calls > 3) == (kind != "gemma2")
-    tokens, *_ = packed()
+    tokens, *_ = packed_batch()
     with torch.no_grad():  # and a sample that is one document is what it was
-        torch.testing.assert_close(model(tokens), pretrained(kind)(tokens), rtol=0, atol=0)
+        torch.testing.assert_close(model(tokens), pretrained_model(kind)(tokens), rtol=0, atol=0)
 
 
 def test_a_compiled_model_calls_the_kernel(flash: Flash) -> None:
     model = gpt(ARCHITECTURES["windows"])
     compiled = torch.compile(WithSizes(model), backend="eager")
-    tokens, targets, positions = packed()
+    tokens, targets, positions = packed_batch()
     with torch.no_grad():
         eager = WithSizes(model)(tokens, targets, positions_BT=positions)
         calls = flash.calls
@@ -77,7 +84,7 @@ def test_a_compiled_model_calls_the_kernel(flash: Flash) -> None:
 
 
 def test_no_mask_is_made_where_the_kernel_computes(flash: Flash) -> None:
-    *_, positions = packed()
+    *_, positions = packed_batch()
     packed_documents = PackedDocuments.at(positions, sizes_of_documents(), [BF16])
     assert flash.calls == 1
     assert packed_documents.mask is None

@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 import torch
-from cases import shortened
+from cases import parametrize_first
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shapes import gpt2, llama
@@ -232,7 +232,7 @@ def test_autocast_leaves_the_loss_what_it_is(arch: Architecture, axis: MaskedAxi
     torch.testing.assert_close(loss, exact, rtol=0.03, atol=0.0)
 
 
-@shortened("axis", [*NEW, None], first=1)
+@parametrize_first("axis", [*NEW, None], first=1)
 def test_a_compiled_graph_holds_while_the_mask_opens(axis: MaskedAxis | None) -> None:
     lora_arch = replace(LLAMA, lora=(Lora("all", 2, 4.0),))
     arch = masked(lora_arch, axis) if axis else lora_arch

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import shortened
+from cases import parametrize_first
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from small_models import model_of
@@ -104,7 +104,7 @@ def load_with_adapter(base: Path, adapter: Path) -> PretrainedModel:
     return model.eval()
 
 
-@shortened("name", CASES, first=6)
+@parametrize_first("name", CASES, first=6)
 @torch.no_grad()
 def test_adapters_of_peft_compute_what_peft_computes(name: str, tmp_path: Path) -> None:
     case = CASES[name]

@@ -14,7 +14,7 @@ import pytest
 import science
 import tiny_run
 import torch
-from cases import shortened
+from cases import parametrize_first
 from forks import INSTAR
 from live import carry_out
 from safetensors.torch import load_file
@@ -259,7 +259,7 @@ def test_what_a_run_cannot_do_is_refused_before_it_starts(
     prepared("checkpoint.keep_every=2", entry(4, 5))
 
 
-@shortened("reproducible", ["elastic", "fixed"], first=1)
+@parametrize_first("reproducible", ["elastic", "fixed"], first=1)
 def test_any_number_of_ranks_and_any_strategy_have_the_same_mean(
     config_in: Callable[..., Loaded], tmp_path: Path, reproducible: str
 ) -> None:
@@ -305,7 +305,7 @@ def test_any_number_of_ranks_and_any_strategy_have_the_same_mean(
         )
 
 
-@shortened("saves_result", [True, False], ids=["saved at once", "not saved"], first=1)
+@parametrize_first("saves_result", [True, False], ids=["saved at once", "not saved"], first=1)
 def test_a_run_that_is_killed_after_it_ends_as_the_undisturbed_one(
     tmp_path: Path, saves_result: bool
 ) -> None:
@@ -321,13 +321,13 @@ def test_a_run_that_is_killed_after_it_ends_as_the_undisturbed_one(
         entry(3, 16),
     )
     children = place.train(tmp_path / "whole", *keys, ranks=2)
-    assert tiny_run.codes(children) == [0, 0], tiny_run.said(children)
+    assert tiny_run.codes(children) == [0, 0], tiny_run.output_of(children)
     root, killed = tmp_path / "parts", "failures:killed_at_step_18"
     children = place.train(root, *keys, "parallel.timeout_s=10", ranks=2, body=killed)
     assert -signal.SIGKILL in tiny_run.codes(children)
-    assert tiny_run.acknowledged(root) == (16 if saves_result else 15)
+    assert tiny_run.acknowledged_step(root) == (16 if saves_result else 15)
     children = place.resume(root, ranks=2, body=INSTAR)
-    assert tiny_run.codes(children) == [0, 0], tiny_run.said(children)
+    assert tiny_run.codes(children) == [0, 0], tiny_run.output_of(children)
     assert tiny_run.weights(root) == tiny_run.weights(tmp_path / "whole")
     histories = [
         read_manifest(latest_checkpoint(tmp_path / name)).history for name in ("whole", "parts")

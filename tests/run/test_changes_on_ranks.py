@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import shortened
+from cases import parametrize_first
 from started import run_ranks
 
 from instar.checkpoint.listing import latest_checkpoint
@@ -162,7 +162,7 @@ STRATEGIES = {
 }
 
 
-@shortened("strategy", STRATEGIES, first=1)
+@parametrize_first("strategy", STRATEGIES, first=1)
 def test_what_people_ask_two_ranks_for_is_as_if_the_schedule_had_said_it(
     config: Callable[..., Loaded], tmp_path: Path, strategy: str
 ) -> None:

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import tiny_run
-from cases import shortened
+from cases import parametrize_first
 from forks import Forks
-from tiny_run import codes, said
+from tiny_run import codes, output_of
 from traced import WAIT
 
 STEPS = 3
@@ -77,12 +77,14 @@ def profiled(place: tiny_run.Place, *keys: str, name: str = "run") -> list[list[
     sets = [word for text in (*KEYS, *keys) for word in ("--set", text)]
     words = ("train", "run.yaml", "--profile", f"{STEPS}it", "--set", f"record.run_dir={run_dir}")
     children = place.instar(*words, *sets, ranks=2, body="traced:with_shapes")
-    assert codes(children) == [0, 0], said(children)
+    assert codes(children) == [0, 0], output_of(children)
     return [trace_of(run_dir, rank) for rank in range(2)]
 
 
-@shortened("keys", [(), ("data.strategy=dispatched",)], first=1, ids=["sharded", "dispatched"])
-@shortened("micro_batches", [3, 1], first=1)
+@parametrize_first(
+    "keys", [(), ("data.strategy=dispatched",)], first=1, ids=["sharded", "dispatched"]
+)
+@parametrize_first("micro_batches", [3, 1], first=1)
 def test_ddp_sends_the_flags_and_the_gradients_once(
     place: tiny_run.Place, keys: tuple[str, ...], micro_batches: int
 ) -> None:
@@ -136,7 +138,7 @@ def test_flags_travel_while_the_model_computes(place: tiny_run.Place) -> None:
             assert done
 
 
-@shortened(
+@parametrize_first(
     ("keys", "wanted"),
     [
         # weights of the root and of two blocks, the blocks' again backward; norms; gradients of three
@@ -174,11 +176,11 @@ def test_rounded_gradients_that_are_not_finite_are_skipped_by_all_and_a_resumed_
     whole, parts = place.path / "whole", place.path / "parts"
     body = "failures:last_rank_has_nan_once"
     children = place.train(whole, *keys, ranks=2, body=body)
-    assert codes(children) == [0, 0], said(children)
+    assert codes(children) == [0, 0], output_of(children)
     assert [event["step"] for event in tiny_run.events(whole, "skip")] == [8]
     children = place.train(parts, *keys, "train.until=[12it]", ranks=2, body=body)
-    assert codes(children) == [0, 0], said(children)
+    assert codes(children) == [0, 0], output_of(children)
     until = ("--set", f"train.until=[{tiny_run.STEPS}it]")
     children = place.resume(parts, *until, ranks=2)
-    assert codes(children) == [0, 0], said(children)
+    assert codes(children) == [0, 0], output_of(children)
     assert tiny_run.weights(parts) == tiny_run.weights(whole)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import shortened
+from cases import parametrize_first
 from live import carry_out
 from started import run_ranks
 
@@ -191,7 +191,7 @@ def curve(run_dir: Path) -> list[float]:
     return [event.loss for event in events if isinstance(event, Train)]
 
 
-@shortened("reproducible", ["elastic", "fixed"], first=1)
+@parametrize_first("reproducible", ["elastic", "fixed"], first=1)
 def test_any_number_of_ranks_and_any_strategy_have_the_same_values(
     config_in: Callable[..., Loaded], tmp_path: Path, reproducible: str
 ) -> None:

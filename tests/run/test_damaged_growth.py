@@ -12,7 +12,7 @@ import science
 import states
 import torch
 from live import carry_out
-from spoilt import DAMAGES, spoilt
+from spoilt import DAMAGES, damage_in_turn
 from torch import Tensor
 
 from instar.config.sections import Operation
@@ -76,7 +76,7 @@ def test_every_tensor_that_will_train_is_compared_with_the_plan(
     old = {each.data_ptr() for each in of_stepper(run.parts.stepper).values()}
     new = {n: each for n, each in of_stepper(stepper).items() if each.data_ptr() not in old}
     passed = []
-    for damage in spoilt(new, ways=4 if operation is WIDEN else 1):
+    for damage in damage_in_turn(new, ways=4 if operation is WIDEN else 1):
         try:
             check()
         except GrowthError:
@@ -105,7 +105,7 @@ def test_every_tensor_that_float64_stood_for_is_compared_with_it(
         return proof is not None and proof.holds
 
     passed = []
-    for damage in spoilt(candidate.model.parameters, ways=2):
+    for damage in damage_in_turn(candidate.model.parameters, ways=2):
         try:
             if prove():
                 passed.append(damage)
@@ -150,7 +150,7 @@ def test_buffers_are_compared_with_the_plan_too(tmp_path: Path) -> None:
         check, stepper = trainee(prepared(run, operation))
         buffers = dict(stepper.unwrapped_model.named_buffers())
         assert len(buffers) > 2
-        for _ in spoilt(buffers):
+        for _ in damage_in_turn(buffers):
             with pytest.raises(GrowthError, match=r"middle.* is not what the plan makes"):
                 check()
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from growing import batch, grown, operation, random_gpt
+from growing import batch, grow_model, operation, random_gpt
 from shapes import gpt2, llama
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -51,7 +51,7 @@ def watched(model: GPT, plan: GrowthPlan) -> GradientWatch:
 def test_every_part_of_what_operations_make_is_reached(
     base: Architecture, name: str, value: object
 ) -> None:
-    model, plan = grown(random_gpt(base), operation(name, value))
+    model, plan = grow_model(random_gpt(base), operation(name, value))
     watch = watched(model, plan)
     assert (len(watch.norms), watch.dead, watch.parameters_without_gradient) == (3, False, {})
 
@@ -60,7 +60,7 @@ def test_every_part_of_what_operations_make_is_reached(
 def test_a_new_block_with_adapters_takes_three_steps(base: Architecture) -> None:
     """The block's writers are zero, and behind them the adapters' B, and behind these A."""
     adapted = random_gpt(replace(base, lora=(Lora("attn", 2, 4.0),)))
-    model, plan = grown(adapted, operation("insert_layers", 1, **{"from": "normal"}))
+    model, plan = grow_model(adapted, operation("insert_layers", 1, **{"from": "normal"}))
     watch = GradientWatch(plan, "growth", model.arch.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
     left = []
@@ -78,7 +78,9 @@ def test_a_new_block_with_adapters_takes_three_steps(base: Architecture) -> None
 
 @STYLES
 def test_a_part_that_no_gradient_reaches_is_noticed(base: Architecture) -> None:
-    model, plan = grown(random_gpt(base), operation("set_lora_rank", {"target": "mlp", "rank": 4}))
+    model, plan = grow_model(
+        random_gpt(base), operation("set_lora_rank", {"target": "mlp", "rank": 4})
+    )
     with torch.no_grad():
         model.get_parameter("blocks.0.mlp.up.lora_a")[1:].zero_()
     watch = watched(model, plan)
@@ -89,7 +91,7 @@ def test_a_part_that_no_gradient_reaches_is_noticed(base: Architecture) -> None:
 
 
 def test_new_units_that_are_zero_on_both_sides_are_noticed() -> None:
-    model, plan = grown(random_gpt(LLAMA), operation("widen_mlp", 20))
+    model, plan = grow_model(random_gpt(LLAMA), operation("widen_mlp", 20))
     with torch.no_grad():
         for name in ("gate", "up"):
             model.get_parameter(f"blocks.0.mlp.{name}.weight")[15:].zero_()
@@ -121,7 +123,7 @@ def test_a_router_whose_gradient_is_rounding_alone_is_noticed(per_token: int) ->
 
 
 def test_a_step_without_an_update_tells_nothing() -> None:
-    model, plan = grown(random_gpt(GPT2), operation("widen_mlp", 20))
+    model, plan = grow_model(random_gpt(GPT2), operation("widen_mlp", 20))
     watch = GradientWatch(plan, "growth", model.arch.parameters())
     for _ in range(4):
         watch.update({n: torch.full_like(p, torch.nan) for n, p in model.named_parameters()})

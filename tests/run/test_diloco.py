@@ -15,7 +15,7 @@ import pytest
 import science
 import tiny_run
 import torch
-from cases import shortened
+from cases import parametrize_first
 from forks import INSTAR, children_as_ranks
 from needed import needs
 
@@ -57,7 +57,7 @@ def place(tmp_path: Path) -> tiny_run.Place:
 def trained(place: tiny_run.Place, name: str, *keys: str, ranks: int, body: str = INSTAR) -> Path:
     run_dir = place.path / name
     children = place.train(run_dir, *keys, ranks=ranks, body=body)
-    assert tiny_run.codes(children) == [0] * ranks, tiny_run.said(children)
+    assert tiny_run.codes(children) == [0] * ranks, tiny_run.output_of(children)
     return run_dir
 
 
@@ -74,7 +74,7 @@ def steps_of(run_dir: Path, kind: str) -> list[int]:
     return [event["step"] for event in tiny_run.events(run_dir, kind)]
 
 
-@shortened("ranks", [1, 2, 3], first=1)
+@parametrize_first("ranks", [1, 2, 3], first=1)
 def test_rounds_of_one_step_whose_weights_are_averaged_are_ddp(
     place: tiny_run.Place, ranks: int
 ) -> None:
@@ -130,10 +130,10 @@ def test_the_outer_optimizer_is_torchs_sgd(trainer: Callable[..., Trainer]) -> N
 @pytest.mark.parametrize(("ranks", "bits"), [(1, "float32"), (3, "float32"), (4, "bfloat16")])
 def test_the_mean_over_ranks_is_the_mean(place: tiny_run.Place, ranks: int, bits: str) -> None:
     children = children_as_ranks(place.forks, ranks, "apart:checks_means", bits, place=place.path)
-    assert tiny_run.codes(children) == [0] * ranks, tiny_run.said(children)
+    assert tiny_run.codes(children) == [0] * ranks, tiny_run.output_of(children)
 
 
-@shortened(
+@parametrize_first(
     ("optimizer", "exchange"),
     [("adamw", "float32"), ("muon", "bfloat16"), ("sgd", "float32")],
     first=1,
@@ -153,12 +153,12 @@ def test_a_run_that_was_killed_and_one_that_was_stopped_end_as_the_undisturbed_o
     killed = "failures:killed_at_step_18"
     children = place.train(run_dir, *keys, "parallel.timeout_s=10", ranks=2, body=killed)
     assert -signal.SIGKILL in tiny_run.codes(children)
-    assert tiny_run.acknowledged(run_dir) == 15
+    assert tiny_run.acknowledged_step(run_dir) == 15
     children = place.resume(run_dir, ranks=2, body="apart:stopped_at_step_17")
-    assert tiny_run.codes(children) == [75, 75], tiny_run.said(children)
-    assert tiny_run.acknowledged(run_dir) == 20
+    assert tiny_run.codes(children) == [75, 75], tiny_run.output_of(children)
+    assert tiny_run.acknowledged_step(run_dir) == 20
     children = place.resume(run_dir, ranks=2)
-    assert tiny_run.codes(children) == [0, 0], tiny_run.said(children)
+    assert tiny_run.codes(children) == [0, 0], tiny_run.output_of(children)
     assert tiny_run.weights(run_dir, 23) == wanted
     whole_losses, losses = (
         {e["step"]: e["loss"] for e in tiny_run.events(run, "train")} for run in (whole, run_dir)
@@ -172,20 +172,20 @@ def test_every_sample_is_taken_once_and_in_order_on_any_ranks_and_with_any_strat
 ) -> None:
     """Two epochs and a bit, from one rank to three and to two with DDP."""
     keys = (*KEYS, "learning_rate.lr_decay_iters=45", "train.until=[45it]", "record.log_interval=9")
-    whole = place.train(place.path / "whole", *keys, body="taken:told")
+    whole = place.train(place.path / "whole", *keys, body="taken:report_samples")
     assert tiny_run.codes(whole) == [0]
     run_dir = place.path / "parts"
-    ranks = place.train(run_dir, *keys, *DILOCO, "train.until=[13it]", body="taken:told")
-    assert tiny_run.codes(ranks) == [0], tiny_run.said(ranks)
+    ranks = place.train(run_dir, *keys, *DILOCO, "train.until=[13it]", body="taken:report_samples")
+    assert tiny_run.codes(ranks) == [0], tiny_run.output_of(ranks)
     for size, until, words in (
         (3, 27, ()),
         (2, 38, ("--set", "parallel.strategy=ddp")),
         (2, 45, ("--set", "data.strategy=dispatched")),
     ):
         children = place.resume(
-            run_dir, "--until", f"{until}it", *words, ranks=size, body="taken:told"
+            run_dir, "--until", f"{until}it", *words, ranks=size, body="taken:report_samples"
         )
-        assert set(tiny_run.codes(children)) == {0}, tiny_run.said(children)
+        assert set(tiny_run.codes(children)) == {0}, tiny_run.output_of(children)
         ranks += children
     wanted, found = (Counter(map(tuple, taken(each))) for each in (whole, ranks))
     assert len(wanted) > 700
@@ -229,7 +229,7 @@ def test_what_is_due_in_a_round_comes_at_its_end(place: tiny_run.Place) -> None:
     assert all(frozen)
 
 
-@shortened(
+@parametrize_first(
     ("strategy", "due"), [(DILOCO, [10, 20]), (("parallel.strategy=ddp",), [8, 16, 20])], first=1
 )
 def test_an_evaluation_that_a_stop_cut_short_is_made_by_the_resumed_run(
@@ -239,10 +239,10 @@ def test_an_evaluation_that_a_stop_cut_short_is_made_by_the_resumed_run(
     keys = (*KEYS, *strategy, "eval.eval_interval=8")
     run_dir = place.path / "run"
     children = place.train(run_dir, *keys, ranks=2, body="apart:stopped_in_its_first_evaluation")
-    assert tiny_run.codes(children) == [75, 75], tiny_run.said(children)
+    assert tiny_run.codes(children) == [75, 75], tiny_run.output_of(children)
     assert steps_of(run_dir, "eval") == []
     children = place.resume(run_dir, ranks=2)
-    assert tiny_run.codes(children) == [0, 0], tiny_run.said(children)
+    assert tiny_run.codes(children) == [0, 0], tiny_run.output_of(children)
     assert steps_of(run_dir, "eval") == due
 
 
@@ -266,7 +266,7 @@ def test_a_model_grows_with_its_outer_momentum(place: tiny_run.Place) -> None:
     for step in (15, 20):
         shutil.rmtree(again / "checkpoints" / f"step-{step}")
     children = place.resume(again, ranks=2)
-    assert tiny_run.codes(children) == [0, 0], tiny_run.said(children)
+    assert tiny_run.codes(children) == [0, 0], tiny_run.output_of(children)
     assert tiny_run.weights(again, STEPS) == tiny_run.weights(run_dir, STEPS)
 
 
@@ -308,7 +308,7 @@ def test_a_replica_that_is_never_finite_again_ends_the_run_for_all(place: tiny_r
     children = place.train(
         place.path / "run", *KEYS, *DILOCO, ranks=2, body="failures:rank_1_has_nan_for_good"
     )
-    assert tiny_run.codes(children) == [4, 4], tiny_run.said(children)
+    assert tiny_run.codes(children) == [4, 4], tiny_run.output_of(children)
     assert "step 15: the gradient was not finite for 8 steps in a row" in children[0].output()
 
 
@@ -331,13 +331,13 @@ def test_a_round_that_is_not_finite_is_taken_back(trainer: Callable[..., Trainer
     assert run.state.skipped_in_a_row == 0
 
 
-@shortened("step", [2, 5, 8], first=1)
+@parametrize_first("step", [2, 5, 8], first=1)
 def test_all_ranks_end_and_name_the_one_that_cannot_read(place: tiny_run.Place, step: int) -> None:
     """The others come to where their round ends."""
     words = ["train", "run.yaml", *sets(*KEYS, *DILOCO, "record.run_dir=run")]
     body = "failures:rank_1_cannot_read_step"
     ranks = children_as_ranks(place.forks, 2, body, words, step, place=place.path)
-    assert tiny_run.codes(ranks) == [4, 4], tiny_run.said(ranks)
+    assert tiny_run.codes(ranks) == [4, 4], tiny_run.output_of(ranks)
     end = -(-step // ROUND) * ROUND
     log = (place.path / "run" / "logs" / "rank_0.log").read_text("utf-8")
     assert re.search(rf"rank 1 failed while in step {end}: OSError", log), log
@@ -351,7 +351,7 @@ def test_all_ranks_end_and_name_the_one_that_cannot_evaluate(
     run_dir = place.path / "run"
     keys = (*KEYS, *strategy, "eval.batch_size=4")
     ranks = place.train(run_dir, *keys, ranks=2, body="apart:rank_1_cannot_evaluate")
-    assert tiny_run.codes(ranks) == [4, 4], tiny_run.said(ranks)
+    assert tiny_run.codes(ranks) == [4, 4], tiny_run.output_of(ranks)
     log = (run_dir / "logs" / "rank_0.log").read_text("utf-8")
     assert f"rank 1 failed while in evaluation at step {step}: OSError: the disk is gone" in log
 
@@ -364,7 +364,7 @@ def test_a_rank_that_dies_or_freezes_in_a_round_is_named(place: tiny_run.Place) 
     ):
         keys = (*KEYS, *DILOCO, f"parallel.silence_s={silence}")
         children = place.train(place.path / body, *keys, ranks=2, body=body)
-        assert children[0].finish(30) == 4, tiny_run.said(children)
+        assert children[0].finish(30) == 4, tiny_run.output_of(children)
         children[1].signal(signal.SIGKILL)
         children[1].finish()
         assert said in (place.path / body / "logs" / "rank_0.log").read_text("utf-8")
@@ -373,7 +373,7 @@ def test_a_rank_that_dies_or_freezes_in_a_round_is_named(place: tiny_run.Place) 
 def test_hooks_around_steps_do_not_make_ranks_wait_for_each_other(place: tiny_run.Place) -> None:
     run_dir = place.path / "run"
     children = place.train(run_dir, *KEYS, *DILOCO, ranks=2, body="apart:counts_messages")
-    assert tiny_run.codes(children) == [0, 0], tiny_run.said(children)
+    assert tiny_run.codes(children) == [0, 0], tiny_run.output_of(children)
     counts = [list(map(int, re.findall(r"messages (\d+)", c.output()))) for c in children]
     for of_rank in counts:
         assert len(of_rank) == STEPS

@@ -13,7 +13,7 @@ import pytest
 import science
 import tiny_run
 import torch
-from cases import shortened
+from cases import parametrize_first
 from pretrained import write_place
 from torch import nn
 
@@ -116,7 +116,7 @@ def test_a_run_evaluates_documents_alone_on_any_ranks(
     for ranks in (1, 2):
         run = tmp_path / f"run-{ranks}"
         children = place.train(run, ranks=ranks)
-        assert tiny_run.codes(children) == [0] * ranks, tiny_run.said(children)
+        assert tiny_run.codes(children) == [0] * ranks, tiny_run.output_of(children)
         events = [*tiny_run.events(run, "train"), *tiny_run.events(run, "eval")]
         curves.append([event["loss"] for event in events])
         prepared = preflight(load_run_config("run.yaml"), 1)
@@ -140,7 +140,7 @@ WAYS = {
 }
 
 
-@shortened("way", [*WAYS], first=3)
+@parametrize_first("way", [*WAYS], first=3)
 def test_masks_hold_however_ranks_share_the_work(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,7 +152,7 @@ def test_masks_hold_however_ranks_share_the_work(
     for ranks, keys in ((1, shared), (2, WAYS[way])):
         run = tmp_path / f"run-{ranks}"
         children = place.train(run, *keys, ranks=ranks)
-        assert tiny_run.codes(children) == [0] * ranks, tiny_run.said(children)
+        assert tiny_run.codes(children) == [0] * ranks, tiny_run.output_of(children)
         curves.append([event["loss"] for event in tiny_run.events(run, "train")])
     tolerance = 1e-2 if way == "bf16" else 1e-5
     assert curves[1] == pytest.approx(curves[0], rel=tolerance)

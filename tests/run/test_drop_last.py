@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import science
-from cases import shortened
-from tiny_run import Place, codes, events, said, weights
+from cases import parametrize_first
+from tiny_run import Place, codes, events, output_of, weights
 
 from instar.checkpoint.store import load_checkpoint
 from instar.cli.main import main
@@ -97,12 +97,12 @@ def steps_of(run_dir: Path) -> list[tuple[int, float]]:
     return [(event["tokens"], event["loss"]) for event in events(run_dir, "train")]
 
 
-@shortened("ranks", [2, 1], first=1)
+@parametrize_first("ranks", [2, 1], first=1)
 def test_whole_steps_only_also_after_a_resume_anywhere(place: Place, ranks: int) -> None:
     keys = (*NORMED, "task=science:Halves", "data.drop_last=true", "train.batch_size=10")
     predicted = preflight(load_config("run.yaml", keys), ranks).forecast.early
     children = place.train(place.path / "whole", *keys, ranks=ranks)
-    assert codes(children) == [0] * ranks, said(children)
+    assert codes(children) == [0] * ranks, output_of(children)
     wanted = steps_of(place.path / "whole")
     assert [tokens for tokens, _ in wanted] == [10, 20, 30, 40, 50, 60]
     progress = load_checkpoint(place.path / "whole" / "checkpoints" / "step-6").state["progress"]
@@ -112,9 +112,9 @@ def test_whole_steps_only_also_after_a_resume_anywhere(place: Place, ranks: int)
     for at in (2, 3):  # before and after the samples that are left out
         run_dir = place.path / f"at-{at}"
         children = place.train(run_dir, *keys, f"train.until=[{at}it]", ranks=ranks)
-        assert codes(children) == [0] * ranks, said(children)
+        assert codes(children) == [0] * ranks, output_of(children)
         children = place.resume(run_dir, "--until", "2ep", ranks=3 - ranks)
-        assert codes(children) == [0] * (3 - ranks), said(children)
+        assert codes(children) == [0] * (3 - ranks), output_of(children)
         found = steps_of(run_dir)
         assert found == [(tokens, pytest.approx(loss)) for tokens, loss in wanted]
     run_dir = place.path / "again"

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from cases import shortened
+from cases import parametrize_first
 from forks import Forks, children_as_ranks
 from needed import needs
-from tiny_run import CONFIG, STEPS, TEXT, Place, codes, events, said
+from tiny_run import CONFIG, STEPS, TEXT, Place, codes, events, output_of
 
 from instar.record.rundir import RunDir
 
@@ -32,7 +32,7 @@ def place(tmp_path: Path, forks: Forks) -> Place:
 def test_a_run_that_fails_says_why_and_leaves_a_report(place: Place, ranks: int) -> None:
     run_dir = place.path / "failed"
     children = place.train(run_dir, DIVERGING, REPORT, ranks=ranks, body=NAN)
-    assert codes(children) == [4] * ranks, said(children)
+    assert codes(children) == [4] * ranks, output_of(children)
     (failed,) = events(run_dir, "failed")
     assert "the gradient was not finite for 2 steps in a row" in failed["message"]
     assert failed["step"] == events(run_dir, "skip")[-1]["step"]
@@ -44,7 +44,7 @@ def test_a_run_that_fails_says_why_and_leaves_a_report(place: Place, ranks: int)
 def test_a_run_that_ends_well_says_nothing_of_failure(place: Place) -> None:
     run_dir = place.path / "well"
     children = place.train(run_dir, REPORT, "train.until=2it")
-    assert codes(children) == [0], said(children)
+    assert codes(children) == [0], output_of(children)
     assert events(run_dir, "failed") == []
     assert [event["step"] for event in events(run_dir, "sample")] == [2]
     assert RunDir(run_dir).report.exists()
@@ -53,7 +53,7 @@ def test_a_run_that_ends_well_says_nothing_of_failure(place: Place) -> None:
 def test_no_report_where_none_is_wanted(place: Place) -> None:
     run_dir = place.path / "plain"
     children = place.train(run_dir, "record.sample_tokens=0", "train.until=2it")
-    assert codes(children) == [0], said(children)
+    assert codes(children) == [0], output_of(children)
     assert not RunDir(run_dir).report.exists()
     assert events(run_dir, "sample") == []
 
@@ -77,7 +77,7 @@ def means(single: Path, ends: Sequence[int]) -> dict[int, float]:
     return sums
 
 
-@shortened("ranks", [2, 1], first=1)
+@parametrize_first("ranks", [2, 1], first=1)
 def test_every_step_is_in_the_record_also_of_a_run_that_was_stopped(
     place: Place, ranks: int
 ) -> None:
@@ -87,7 +87,7 @@ def test_every_step_is_in_the_record_also_of_a_run_that_was_stopped(
     single, whole, parts = (place.path / name for name in ("single", "whole", "parts"))
     for run_dir, settings in ((single, ()), (whole, (tens,)), (parts, (tens, "train.until=17it"))):
         children = place.train(run_dir, *settings, ranks=ranks)
-        assert codes(children) == [0] * ranks, said(children)
+        assert codes(children) == [0] * ranks, output_of(children)
     told = losses(whole)
     assert {step: steps for step, (_, steps) in told.items()} == {1: 1, 10: 9, 20: 10, 24: 4}
     wanted = means(single, [1, 10, 20, 24])
@@ -96,7 +96,7 @@ def test_every_step_is_in_the_record_also_of_a_run_that_was_stopped(
 
     assert losses(parts)[17] == (pytest.approx(means(single, [10, 17])[17], rel=1e-5), 7)
     again = place.resume(parts, "--until", f"{STEPS}it", ranks=ranks)
-    assert codes(again) == [0] * ranks, said(again)
+    assert codes(again) == [0] * ranks, output_of(again)
     after = losses(parts)
     del after[17]
     assert after == told
@@ -106,7 +106,7 @@ def test_an_interval_ends_where_the_model_grows(place: Place) -> None:
     run_dir = place.path / "grown"
     growth = 'schedule=[{"name": "widen_mlp", "value": 160, "when": {"at_step": 15}}]'
     children = place.train(run_dir, "record.log_interval=10", growth)
-    assert codes(children) == [0], said(children)
+    assert codes(children) == [0], output_of(children)
     assert {step: steps for step, (_, steps) in losses(run_dir).items()} == {
         1: 1, 10: 9, 15: 5, 20: 5, 24: 4
     }  # fmt: skip
@@ -115,7 +115,7 @@ def test_an_interval_ends_where_the_model_grows(place: Place) -> None:
 def test_a_run_that_fails_tells_its_last_steps(place: Place) -> None:
     run_dir = place.path / "failed"
     children = place.train(run_dir, DIVERGING, "record.log_interval=10", body=NAN)
-    assert codes(children) == [4], said(children)
+    assert codes(children) == [4], output_of(children)
     last = events(run_dir, "skip")[-1]["step"]
     assert last % 10
     assert max(losses(run_dir)) == last
@@ -125,7 +125,7 @@ def test_a_run_leaves_nothing_half_deleted(place: Place) -> None:
     run_dir = place.path / "run"
     saving = "checkpoint.every_steps=8", "checkpoint.keep_last=1", "checkpoint.keep_best=0"
     children = place.train(run_dir, *saving, body="failures:deletes_slowly")
-    assert codes(children) == [0], said(children)
+    assert codes(children) == [0], output_of(children)
     folder = run_dir / "checkpoints"
     assert [path.name for path in folder.glob("step-*")] == ["step-24"]
     assert list(folder.glob(".*")) == []
@@ -133,17 +133,17 @@ def test_a_run_leaves_nothing_half_deleted(place: Place) -> None:
     for name in (".trash-step-8-0a1b2c3d", ".tmp-0a1b2c3d4e5f6071"):
         (folder / name).mkdir()
     again = place.resume(run_dir)
-    assert codes(again) == [0], said(again)
+    assert codes(again) == [0], output_of(again)
     assert list(folder.glob(".*")) == []
 
 
-@shortened("ranks", [2, 1], first=1)
+@parametrize_first("ranks", [2, 1], first=1)
 def test_a_script_that_trains_again_and_again_keeps_nothing(place: Place, ranks: int) -> None:
     settings = ["train.until=4it"]
     settings += ["reproducible=elastic", "parallel.elastic.threads=1"] if ranks == 1 else []
     body = "failures:trains_again_and_again"
     children = children_as_ranks(place.forks, ranks, body, 5, settings, place=place.path)
-    assert codes(children) == [0] * ranks, said(children)
+    assert codes(children) == [0] * ranks, output_of(children)
     told = [re.findall(r"left ({.*?})", child.output()) for child in children]
     left = [json.loads(text) for one_time in zip(*told, strict=True) for text in one_time]
     assert len(left) == 5 * ranks

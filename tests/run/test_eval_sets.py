@@ -62,7 +62,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tiny_run.Place:
 
 def trained(place: tiny_run.Place, name: str, *keys: str, ranks: int = 1) -> Path:
     children = place.train(place.path / name, *keys, ranks=ranks)
-    assert tiny_run.codes(children) == [0] * ranks, tiny_run.said(children)
+    assert tiny_run.codes(children) == [0] * ranks, tiny_run.output_of(children)
     return place.path / name
 
 
@@ -141,7 +141,7 @@ def test_files_that_are_trained_on_too_are_said(place: tiny_run.Place) -> None:
 def test_a_resumed_run_evaluates_its_sets_where_it_would_have(place: tiny_run.Place) -> None:
     whole, parts = trained(place, "whole"), trained(place, "parts", "train.until=[5it]")
     children = place.resume(parts, "--until", "12it")
-    assert tiny_run.codes(children) == [0], tiny_run.said(children)
+    assert tiny_run.codes(children) == [0], tiny_run.output_of(children)
     resumed = evaluations(parts)
     # where it ended, it was evaluated once more
     for name, steps in evaluations(whole).items():

@@ -16,7 +16,7 @@ from forks import children_as_ranks
 from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from tiny_run import codes, said
+from tiny_run import codes, output_of
 
 from instar.distributed.world import World
 from instar.run import validation
@@ -205,8 +205,8 @@ def plain(values: NDArray[np.float64], weights: NDArray[np.float64]) -> Metric:
 def test_metrics_and_their_errors_are_those_of_plain_numpy(
     samples: int, seed: int, batch_size: int, unit: int
 ) -> None:
-    columns = science.tallied(samples, seed)
-    found = science.evaluated(ALONE, columns, batch_size, unit)
+    columns = science.tally_columns(samples, seed)
+    found = science.evaluate_columns(ALONE, columns, batch_size, unit)
     assert list(found.metrics) == ["loss", "score"]
     assert found.samples == samples
     for name, metric in found.metrics.items():
@@ -227,7 +227,7 @@ def test_metrics_and_their_errors_are_those_of_plain_numpy(
 def test_of_equal_weights_the_error_is_the_one_of_textbooks() -> None:
     drawn = np.random.default_rng(0).normal(size=50)
     tally = np.stack([drawn, np.ones(50)], 1)
-    found = science.evaluated(ALONE, {"loss": tally, "score": tally}, 7).metrics["score"]
+    found = science.evaluate_columns(ALONE, {"loss": tally, "score": tally}, 7).metrics["score"]
     assert found.value == pytest.approx(drawn.mean(), rel=1e-12)
     assert found.standard_error == pytest.approx(drawn.std(ddof=1) / math.sqrt(50), rel=1e-12)
 
@@ -246,10 +246,13 @@ def test_any_number_of_ranks_gets_the_same_bits(tmp_path: Path) -> None:
     for ranks in (2, 3, 4):
         arguments = "science:evaluate_all", str(tmp_path), CASES
         children = children_as_ranks(science.forks(), ranks, *arguments, place=tmp_path)
-        assert codes(children) == [0] * ranks, said(children)
+        assert codes(children) == [0] * ranks, output_of(children)
         said_by |= {(tmp_path / f"w{ranks}-{rank}").read_text() for rank in range(ranks)}
     (told,) = said_by
-    alone = [science.evaluated(ALONE, science.tallied(n), size, unit) for n, size, unit in CASES]
+    alone = [
+        science.evaluate_columns(ALONE, science.tally_columns(n), size, unit)
+        for n, size, unit in CASES
+    ]
     assert told.splitlines() == [repr(found.metrics) for found in alone]
 
 

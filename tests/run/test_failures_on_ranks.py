@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import science
-from cases import shortened
+from cases import parametrize_first
 from forks import children_as_ranks
-from tiny_run import Place, codes, events, said
+from tiny_run import Place, codes, events, output_of
 
 LIMIT_S = 60.0
 """far below `parallel.timeout_s`, which ends a run that hangs"""
@@ -41,7 +41,7 @@ def place(tmp_path: Path) -> Place:
     return science.place(tmp_path)
 
 
-@shortened(
+@parametrize_first(
     ("settings", "step"),
     [
         pytest.param(settings, step, id=f"{name}, step {step}")
@@ -61,7 +61,7 @@ def test_all_ranks_end_and_name_the_one_that_cannot_read(
     ranks = children_as_ranks(place.forks, 2, body, words, step, place=place.path)
     for rank in ranks:
         rank.finish(LIMIT_S)
-    assert codes(ranks) == [4, 4], said(ranks)
+    assert codes(ranks) == [4, 4], output_of(ranks)
     for number in range(2):
         log = (place.path / "run" / "logs" / f"rank_{number}.log").read_text("utf-8")
         assert f"rank 1 failed while in step {step}: OSError" in log or (
@@ -79,7 +79,7 @@ DEPENDING = (
 DEPENDING += ("data.val=0.1", "data.test=0.1", "test.at_end=false", "precision=fp32")
 
 
-@shortened("accumulated", [1, 4], first=1)
+@parametrize_first("accumulated", [1, 4], first=1)
 def test_parameters_that_one_ranks_samples_do_not_use_are_named_at_once(
     place: Place, accumulated: int
 ) -> None:
@@ -89,7 +89,7 @@ def test_parameters_that_one_ranks_samples_do_not_use_are_named_at_once(
     ranks = place.train(place.path / "run", *settings, "checkpoint.every_steps=1", ranks=2)
     for rank in ranks:
         rank.finish(LIMIT_S)
-    assert codes(ranks) == [4, 4], said(ranks)
+    assert codes(ranks) == [4, 4], output_of(ranks)
     log = (place.path / "run" / "logs" / "rank_1.log").read_text("utf-8")
     assert (
         "rank 1 failed at step 3: RunFailed: right.weight, right.bias took no part in the loss"
@@ -98,7 +98,7 @@ def test_parameters_that_one_ranks_samples_do_not_use_are_named_at_once(
     key = "parallel.ddp.find_unused_parameters=true"
     assert "set parallel.ddp.find_unused_parameters: true" in log
     again = place.resume(place.path / "run", "--set", key, ranks=2)
-    assert codes(again) == [0, 0], said(again)
+    assert codes(again) == [0, 0], output_of(again)
 
 
 GROWS_IN_STEP_5 = "name: widen, value: {axis: hidden, size: 40}, when: {at_step: 4}"
@@ -116,7 +116,7 @@ def test_a_rank_without_memory_for_the_grown_models_wrapper_keeps_nobody_waiting
     ranks = children_as_ranks(place.forks, 2, body, words, place=place.path)
     for rank in ranks:
         rank.finish(LIMIT_S)
-    assert codes(ranks) == ([0, 0] if skip else [4, 4]), said(ranks)
+    assert codes(ranks) == ([0, 0] if skip else [4, 4]), output_of(ranks)
     for number in range(2):
         log = (place.path / "run" / "logs" / f"rank_{number}.log").read_text("utf-8")
         assert "no room for buckets" in log
@@ -132,7 +132,7 @@ def test_a_rank_that_cannot_compile_the_stages_keeps_nobody_waiting(place: Place
     ranks = children_as_ranks(place.forks, 2, body, words, place=place.path)
     for rank in ranks:
         rank.finish(LIMIT_S)
-    assert codes(ranks) == [4, 4], said(ranks)
+    assert codes(ranks) == [4, 4], output_of(ranks)
     log = (place.path / "run" / "logs" / "rank_0.log").read_text("utf-8")
     assert "rank 1 failed while compiling stage 1" in log
     assert "no compiler here" in log
@@ -140,7 +140,7 @@ def test_a_rank_that_cannot_compile_the_stages_keeps_nobody_waiting(place: Place
 
 def test_ranks_whose_samples_differ_are_named_before_anything_is_made(place: Place) -> None:
     ranks = place.train(place.path / "run", "task=science:Unseeded", ranks=3)
-    assert codes(ranks) == [4] * 3, said(ranks)
+    assert codes(ranks) == [4] * 3, output_of(ranks)
     assert "the data of ranks 1, 2 (" in ranks[0].output()
     assert "seed it with self.seed" in ranks[0].output()
     assert not (place.path / "run").exists()
@@ -149,7 +149,7 @@ def test_ranks_whose_samples_differ_are_named_before_anything_is_made(place: Pla
 def test_ranks_whose_configs_differ_are_named(place: Place) -> None:
     body, words = "failures:seeds_by_rank", ["train", "run.yaml", "--set", "record.run_dir=run"]
     ranks = children_as_ranks(place.forks, 2, body, words, place=place.path)
-    assert codes(ranks) == [4, 4], said(ranks)
+    assert codes(ranks) == [4, 4], output_of(ranks)
     assert "the config's seed of rank 1" in ranks[0].output()
     assert not (place.path / "run").exists()
 
@@ -171,7 +171,7 @@ def test_ranks_that_would_meet_at_other_times_are_named(place: Place, text: str)
     ranks = children_as_ranks(place.forks, 2, body, words, text, place=place.path)
     for rank in ranks:
         rank.finish(LIMIT_S)
-    assert codes(ranks) == [4, 4], said(ranks)
+    assert codes(ranks) == [4, 4], output_of(ranks)
     key = ".".join(text.partition("=")[0].split(".")[:2])
     assert f"the config's {key} of rank 1" in ranks[0].output()
     assert not (place.path / "run").exists()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import shortened
+from cases import parametrize_first
 from growing import grow_optimizer
 from safetensors.torch import load_file, save
 from spoilt import DAMAGES
@@ -222,7 +222,7 @@ def test_weights_that_prove_nothing_make_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
-@shortened("component", ["model", "optimizer", "ema"], first=1)
+@parametrize_first("component", ["model", "optimizer", "ema"], first=1)
 def test_a_file_that_was_written_wrongly_makes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, component: str
 ) -> None:

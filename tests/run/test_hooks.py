@@ -10,7 +10,7 @@ import science
 from forks import children_as_ranks
 from hooked import states
 from science import evaluations
-from tiny_run import Place, codes, events, said
+from tiny_run import Place, codes, events, output_of
 
 SETTINGS = (
     "train.until=[12it]",
@@ -29,7 +29,7 @@ def script(place: Place, run_dir: Path, *settings: str, ranks: int) -> None:
     """`instar.api.train(…, hooks=…)` on each rank."""
     arguments = "hooked:train_with_hooks", str(run_dir), ["resume=auto", *SETTINGS, *settings]
     children = children_as_ranks(place.forks, ranks, *arguments, place=place.path)
-    assert codes(children) == [0] * ranks, said(children)
+    assert codes(children) == [0] * ranks, output_of(children)
 
 
 def test_state_is_saved_with_checkpoints_and_resumed_on_each_rank(place: Place) -> None:
@@ -60,7 +60,7 @@ def test_a_run_without_them_says_that_their_state_is_lost(place: Place) -> None:
     run_dir = place.path / "run"
     script(place, run_dir, "train.until=[3it]", ranks=1)
     children = place.resume(run_dir, "--until", "4it")
-    assert codes(children) == [0], said(children)
+    assert codes(children) == [0], output_of(children)
     (lost,) = [e["message"] for e in events(run_dir, "warning") if "hooks" in e["message"]]
     assert "Counting, Counting 2" in lost
 
@@ -74,7 +74,7 @@ def test_methods_of_the_task_are_hooks_that_log_and_see_growth(place: Place) -> 
         f"schedule={json.dumps(growth)}",
         ranks=2,
     )
-    assert codes(children) == [0, 0], said(children)
+    assert codes(children) == [0, 0], output_of(children)
     assert {(place.path / f"grown-{rank}").read_text() for rank in (0, 1)} == {"widen 5"}
     largest = [event["extra"]["largest"] for event in events(place.path / "run", "train")]
     assert len(largest) == 12
@@ -87,7 +87,7 @@ def test_what_a_hook_set_on_submodules_stays_or_is_named_after_growth(place: Pla
     entries = f"schedule={json.dumps(growth)}"
     run = place.path / "run"
     children = place.train(run, "task=hooked:Setting", *SETTINGS, until, entries, ranks=2)
-    assert codes(children) == [0, 0], said(children)
+    assert codes(children) == [0, 0], output_of(children)
     assert {(place.path / f"set-{rank}").read_text() for rank in (0, 1)} == {"0.0 0.03125"}
     (lost,) = [e["message"] for e in events(run, "warning") if "by hand" in e["message"]]
     assert "widen: set by hand, and now as the class sets it: share (0.5, now 0.03125);" in lost
@@ -109,8 +109,8 @@ def test_an_error_of_one_rank_ends_all_and_names_the_hook(place: Place) -> None:
 
 def test_a_state_that_one_rank_alone_has_is_refused_before_it_hangs_a_save(place: Place) -> None:
     children = place.train(place.path / "run", "task=hooked:SavingOnOne", *SETTINGS, ranks=2)
-    assert codes(children) == [2, 2], said(children)
-    assert "the ranks have different hooks" in said(children)
+    assert codes(children) == [2, 2], output_of(children)
+    assert "the ranks have different hooks" in output_of(children)
     assert not (place.path / "run").exists()
 
 
@@ -118,7 +118,7 @@ def test_a_state_that_one_rank_alone_has_is_refused_before_it_hangs_a_save(place
 def test_a_hook_can_end_the_run(place: Place, ranks: int) -> None:
     run_dir = place.path / "run"
     children = place.train(run_dir, "task=hooked:Stopping", *SETTINGS, ranks=ranks)
-    assert codes(children) == [0] * ranks, said(children)
+    assert codes(children) == [0] * ranks, output_of(children)
     (stop,) = events(run_dir, "stop")
     assert stop["reason"] == "low enough"
     # the first evaluation is at the end of the first epoch, and the step after it is still made
@@ -137,5 +137,5 @@ def test_mistakes_are_named(place: Place, task: str) -> None:
     children = place.train(place.path / "run", f"task=hooked:{task}", *SETTINGS)
     assert codes(children) != [0]
     for message in REFUSED[task]:
-        assert message in said(children)
+        assert message in output_of(children)
     assert (place.path / "run").exists() == (task == "Unwritable")

@@ -17,7 +17,7 @@ from matplotlib import pyplot
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from PIL import Image
-from tiny_run import Place, codes, events, said
+from tiny_run import Place, codes, events, output_of
 
 from instar.data.split import divide_samples
 from instar.distributed.world import World
@@ -52,7 +52,7 @@ def test_numbers_are_the_same_on_any_number_of_ranks_and_after_a_resume(place: P
     for ranks in (1, 2, 3):
         run_dir = place.path / f"w{ranks}"
         children = place.train(run_dir, *SETTINGS, ranks=ranks)
-        assert codes(children) == [0] * ranks, said(children)
+        assert codes(children) == [0] * ranks, output_of(children)
         found[ranks] = numbers(run_dir, "train"), numbers(run_dir, "eval")
     trained, evaluated = found[1]
     assert list(trained) == [1, 5, 10, 12]
@@ -76,14 +76,14 @@ def test_numbers_are_the_same_on_any_number_of_ranks_and_after_a_resume(place: P
     for until in (7, 12):
         settings = (*SETTINGS, f"train.until=[{until}it]", "resume=auto", "early_stopping.rules=[]")
         children = place.train(parts, *settings, ranks=2)
-        assert codes(children) == [0, 0], said(children)
+        assert codes(children) == [0, 0], output_of(children)
     assert numbers(parts, "train")[10] == found[2][0][10]
 
 
 def test_the_first_image_and_table_of_a_record_are_kept(place: Place) -> None:
     run_dir = place.path / "run"
     children = place.train(run_dir, *SETTINGS, ranks=2)
-    assert codes(children) == [0, 0], said(children)
+    assert codes(children) == [0, 0], output_of(children)
     images = events(run_dir, "image")
     assert {(e["split"], e["name"]) for e in images} == {
         (split, name) for split in ("train", "val") for name in ("gray/../x", "color")
@@ -100,9 +100,9 @@ def test_the_first_image_and_table_of_a_record_are_kept(place: Place) -> None:
         assert table["rows"][0][1] >= table["rows"][1][1]
 
     children = place.instar("logs", "events", run_dir, "--kind", "image", "--kind", "table")
-    assert codes(children) == [0], said(children)
-    assert re.search(r"image gray/../x \(train\): 2 . 4, media/train-1-", said(children))
-    assert 'table worst (val): 2 rows, the first {"number": ' in said(children)
+    assert codes(children) == [0], output_of(children)
+    assert re.search(r"image gray/../x \(train\): 2 . 4, media/train-1-", output_of(children))
+    assert 'table worst (val): 2 rows, the first {"number": ' in output_of(children)
 
     record = read_record(RunDir(run_dir))
     assert "val/seen" in record.metrics

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import science
 import tiny_run
-from cases import shortened
+from cases import parametrize_first
 from forks import forks
 from started import INSTALLED, run_ranks, start_instar
 
@@ -77,7 +77,7 @@ def test_one_two_or_four_ranks_are_one_run(
         assert curves[other][1] == pytest.approx(validation, rel=1e-4)
 
 
-@shortened(
+@parametrize_first(
     ("ranks", "batch_size", "accumulation"),
     [
         pytest.param(2, 4, 6, id="both ranks accumulate"),
@@ -106,7 +106,7 @@ def test_a_static_graph_gives_the_same_curve(
         run_dir = tmp_path / f"static-{static}"
         wrapped = f"parallel.ddp.static_graph={static}"
         children = place.train(run_dir, *keys, wrapped, ranks=ranks)
-        assert tiny_run.codes(children) == [0] * ranks, tiny_run.said(children)
+        assert tiny_run.codes(children) == [0] * ranks, tiny_run.output_of(children)
         curves.append(curve(run_dir))
     assert curves[1][0] == pytest.approx(curves[0][0], rel=1e-5)
     assert curves[1][1] == pytest.approx(curves[0][1], rel=1e-5)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 import science
 import tiny_run
-from cases import shortened
+from cases import parametrize_first
 from forks import children_as_ranks
 
 from instar.config.load import load_config
@@ -70,7 +70,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measure:
         prepare_run_data(loaded, 1, lambda _: None)
         argv = (str(place), name := f"{strategy}-{ranks}", keys)
         children = children_as_ranks(science.forks(), ranks, "peaks:run", *argv, place=place)
-        assert tiny_run.codes(children) == [0] * ranks, tiny_run.said(children)
+        assert tiny_run.codes(children) == [0] * ranks, tiny_run.output_of(children)
         each = [json.loads((place / f"{name}-{rank}.json").read_text()) for rank in range(ranks)]
         highest, left = (
             {moment: max(one[of][moment] for one in each) for moment in each[0][of]}
@@ -89,7 +89,7 @@ def largest(stage: Stage) -> int:
     return max(4 * math.prod(shape) for shape in shapes)
 
 
-@shortened("way", WAYS, first=1, ids=lambda way: f"{way[0]}-{way[1]}")
+@parametrize_first("way", WAYS, first=1, ids=lambda way: f"{way[0]}-{way[1]}")
 def test_a_rank_has_the_weights_gradients_and_moments_that_were_forecast(
     measured: Measure, way: tuple[Strategy, int]
 ) -> None:
@@ -108,14 +108,14 @@ def test_four_ranks_that_share_a_model_have_a_quarter_each(
     )
 
 
-@shortened("way", WAYS, first=2, ids=lambda way: f"{way[0]}-{way[1]}")
+@parametrize_first("way", WAYS, first=2, ids=lambda way: f"{way[0]}-{way[1]}")
 def test_a_step_stays_below_its_forecast(measured: Measure, way: tuple[Strategy, int]) -> None:
     """Which adds parts up that do not all have their peak at once."""
     found = measured(way)
     assert 0.6 <= found.highest["step"] / sum(found.forecast.step.values()) <= 1.05
 
 
-@shortened("way", WAYS, first=2, ids=lambda way: f"{way[0]}-{way[1]}")
+@parametrize_first("way", WAYS, first=2, ids=lambda way: f"{way[0]}-{way[1]}")
 def test_growth_stays_below_its_forecast(measured: Measure, way: tuple[Strategy, int]) -> None:
     """Until the proof, both models are all that a rank has of them, and one tensor that is grown."""
     found = measured(way)
@@ -131,7 +131,7 @@ def test_growth_stays_below_its_forecast(measured: Measure, way: tuple[Strategy,
         assert found.left["growth"] == pytest.approx(new, rel=0.05), "the old model is gone"
 
 
-@shortened("ranks", [4, 2], first=1)
+@parametrize_first("ranks", [4, 2], first=1)
 def test_a_sharded_model_is_never_built_whole(measured: Measure, ranks: int) -> None:
     found = measured(("fsdp", ranks))
     weights = found.forecast.step["weights"]

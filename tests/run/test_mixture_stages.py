@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import shortened
+from cases import parametrize_first
 from live import restore
 from started import run_ranks
 
@@ -174,7 +174,7 @@ def test_a_checkpoint_from_before_turns_were_even_goes_on_in_its_order(
     later.train()
 
 
-@shortened(
+@parametrize_first(
     ("ranks", "keys"),
     [
         (2, ("reproducible=elastic", "parallel.elastic.virtual_ranks=2")),

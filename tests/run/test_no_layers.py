@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from growing import grown, operation, proof, random_gpt
+from growing import grow_model, operation, proof, random_gpt
 from live import change_if_due, restore
 from shapes import gpt2, llama
 
@@ -89,10 +89,10 @@ def test_whatever_needs_no_layer_to_copy_grows_and_is_exact(arch: object) -> Non
         operation("set_lora_rank", {"target": "all", "rank": 2}),
         operation("upcycle", 2),
     ):
-        new, made = grown(model, op, step=7)
+        new, made = grow_model(model, op, step=7)
         assert proof(model, new, made).holds, op
-    adapted, _ = grown(model, operation("set_lora_rank", {"target": "all", "rank": 2}))
-    deeper, made = grown(adapted, operation("insert_layers", 1, **{"from": "normal"}))
+    adapted, _ = grow_model(model, operation("set_lora_rank", {"target": "all", "rank": 2}))
+    deeper, made = grow_model(adapted, operation("insert_layers", 1, **{"from": "normal"}))
     assert proof(adapted, deeper, made).holds
     assert "blocks.0.mlp.up.lora_a" in deeper.arch.parameters()
 

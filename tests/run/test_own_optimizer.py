@@ -11,7 +11,7 @@ import science
 import torch
 from ruamel.yaml import YAML
 from safetensors.torch import load_file
-from tiny_run import codes, events, said, weights
+from tiny_run import codes, events, output_of, weights
 
 from instar.config.errors import ConfigError
 from instar.config.load import load_config
@@ -45,14 +45,14 @@ def test_its_state_grows_and_a_resumed_run_on_two_ranks_is_the_same(tmp_path: Pa
     whole, parts = place.path / "whole", place.path / "parts"
     keys = (*SETTINGS, "reproducible=elastic")
     children = place.train(whole, *keys, ranks=2)
-    assert codes(children) == [0, 0], said(children)
+    assert codes(children) == [0, 0], output_of(children)
     rates = [event["lr"] for event in events(whole, "train")]
     np.testing.assert_allclose(rates, [0.03 * (1 - step / 12) for step in range(12)])
     sharded = ("train.until=[6it]", "parallel.strategy=fsdp")
     children = place.train(parts, *keys, *sharded, ranks=2)
-    assert codes(children) == [0, 0], said(children)
+    assert codes(children) == [0, 0], output_of(children)
     children = place.resume(parts, "--until", "12it", "--set", "parallel.strategy=ddp", ranks=2)
-    assert codes(children) == [0, 0], said(children)
+    assert codes(children) == [0, 0], output_of(children)
     assert weights(parts, 12) == weights(whole, 12)
     states = load_file(whole / "checkpoints/step-12/optimizer.safetensors")
     assert states["up.weight/velocity"].shape == (32, 2)

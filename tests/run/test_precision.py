@@ -13,7 +13,7 @@ import pytest
 import science
 import tiny_run
 import torch
-from cases import shortened
+from cases import parametrize_first
 from forks import children_as_ranks, forks
 
 from instar.config.load import Loaded, load_config
@@ -143,7 +143,7 @@ def test_a_run_that_goes_on_keeps_what_it_began_with(tmp_path: Path) -> None:
     assert not resumed.changes
 
 
-@shortened(("older", "expected"), [(1, "fp32"), (2, "bf16")], first=1)
+@parametrize_first(("older", "expected"), [(1, "fp32"), (2, "bf16")], first=1)
 def test_all_ranks_must_have_units(tmp_path: Path, older: int, expected: str) -> None:
     """Two real ranks, of which the one numbered `older`, if any, is an older processor."""
     place = tiny_run.Place(tmp_path, science.forks())
@@ -153,7 +153,7 @@ def test_all_ranks_must_have_units(tmp_path: Path, older: int, expected: str) ->
     sets = ("record.run_dir=run", "train.until=[2it]", "model.n_embd=256")
     words = ["train", "run.yaml", *(word for text in sets for word in ("--set", text))]
     ranks = children_as_ranks(place.forks, 2, body, words, older, place=place.path)
-    assert tiny_run.codes(ranks) == [0, 0], tiny_run.said(ranks)
+    assert tiny_run.codes(ranks) == [0, 0], tiny_run.output_of(ranks)
     text = (place.path / "run" / "run.yaml").read_text(encoding="utf-8")
     reason = (
         "bf16 matrix products are 4.0 times"

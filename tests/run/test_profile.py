@@ -8,7 +8,7 @@ from pathlib import Path
 
 import science
 import torch
-from tiny_run import codes, events, said, weights
+from tiny_run import codes, events, output_of, weights
 
 from instar.run.output import profile
 from instar.run.output.profile import StepProfiler
@@ -35,9 +35,9 @@ def test_each_rank_writes_a_trace_and_no_number_changes(tmp_path: Path) -> None:
         children = place.instar(
             "train", "run.yaml", "--set", f"record.run_dir={name}", *sets, *words, ranks=2
         )
-        assert codes(children) == [0, 0], said(children)
-    assert "open profiled/profile/rank_0.json.gz" in said(children)
-    assert "aten::addmm" in said(children)
+        assert codes(children) == [0, 0], output_of(children)
+    assert "open profiled/profile/rank_0.json.gz" in output_of(children)
+    assert "aten::addmm" in output_of(children)
     assert weights(tmp_path / "profiled", 8) == weights(tmp_path / "plain", 8)
     losses = [[event["loss"] for event in events(tmp_path / name, "train")] for name in runs]
     assert losses[0] == losses[1]

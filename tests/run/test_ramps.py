@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cases import shortened
+from cases import parametrize_first
 from forks import Forks
-from tiny_run import CONFIG, STEPS, TEXT, Place, codes, events, said, weights
+from tiny_run import CONFIG, STEPS, TEXT, Place, codes, events, output_of, weights
 
 from instar.checkpoint.store import load_checkpoint
 from instar.config.errors import ConfigError
@@ -36,7 +36,7 @@ def scheduled(schedule: object) -> str:
 def ran(place: Place, name: str, *settings: str, ranks: int = 1) -> Path:
     run_dir = place.path / name
     children = place.train(run_dir, *settings, ranks=ranks)
-    assert set(codes(children)) == {0}, said(children)
+    assert set(codes(children)) == {0}, output_of(children)
     return run_dir
 
 
@@ -52,7 +52,7 @@ def test_a_ramp_of_the_context_keeps_tokens_per_step_and_resumes_bit_for_bit(pla
 
     part = ran(place, "part", *settings, "train.until=9it")
     children = place.resume(part, "--set", f"train.until={STEPS}it")
-    assert codes(children) == [0], said(children)
+    assert codes(children) == [0], output_of(children)
     assert weights(part) == weights(whole)
 
     two = ran(place, "two", *settings, ranks=2)
@@ -129,7 +129,7 @@ def follows_the_noise(place: Place) -> Path:
     return ran(place, "follows", *ELASTIC_NOISE)
 
 
-@shortened("strategy", ["ddp", "fsdp"], first=1)
+@parametrize_first("strategy", ["ddp", "fsdp"], first=1)
 def test_a_batch_that_follows_the_noise_is_the_same_on_resume_and_on_ranks(
     place: Place, follows_the_noise: Path, strategy: str
 ) -> None:
@@ -146,7 +146,7 @@ def test_a_batch_that_follows_the_noise_is_the_same_on_resume_and_on_ranks(
     sharded = (*ELASTIC_NOISE, f"parallel.strategy={strategy}", "train.until=12it")
     part = ran(place, strategy, *sharded, ranks=2)
     children = place.resume(part, "--set", f"train.until={NOISE_STEPS}it", ranks=2)
-    assert set(codes(children)) == {0}, said(children)
+    assert set(codes(children)) == {0}, output_of(children)
     assert tensors(part) == tensors(whole)
     assert noise(part) == noise(whole)
 

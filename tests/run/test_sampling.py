@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import science
-from cases import shortened
+from cases import parametrize_first
 from needed import needs
-from tiny_run import Place, codes, events, fingerprint, said, weights
+from tiny_run import Place, codes, events, fingerprint, output_of, weights
 
 from instar.config.errors import ConfigError
 from instar.config.load import load_config
@@ -22,7 +22,7 @@ from instar.schedule.render import render
 STEPS = 14
 KEYS = (
     "task=sampled:Rare",
-    "data.transform=sampled:moved",
+    "data.transform=sampled:jitter",
     f"train.until=[{STEPS}it]",
     "train.ema=0.9",
     "train.batch_size=10",  # of 36 samples an epoch
@@ -43,12 +43,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     return science.place(tmp_path)
 
 
-@shortened("drawing", [BALANCE, WEIGHTS], first=1)
+@parametrize_first("drawing", [BALANCE, WEIGHTS], first=1)
 def test_ranks_stops_batches_and_growth_change_no_bit(place: Place, drawing: str) -> None:
     def run(name: str, *keys: str, ranks: int) -> Path:
         run_dir = place.path / name
         children = place.train(run_dir, *KEYS, drawing, *keys, ranks=ranks)
-        assert codes(children) == [0] * ranks, said(children)
+        assert codes(children) == [0] * ranks, output_of(children)
         return run_dir
 
     alone = run("alone", ranks=1)
@@ -58,7 +58,7 @@ def test_ranks_stops_batches_and_growth_change_no_bit(place: Place, drawing: str
     assert fingerprint(run("workers", "data.workers=1", ranks=1), STEPS) == whole
     stopped = run("stopped", "train.until=[5it]", ranks=2)
     children = place.resume(stopped, "--until", f"{STEPS}it", ranks=1)
-    assert codes(children) == [0], said(children)
+    assert codes(children) == [0], output_of(children)
     assert weights(stopped, STEPS) == weights(alone, STEPS)
     assert (
         fingerprint(run("plain", "data.sample_weights=null", "data.balance=null", ranks=1), STEPS)
@@ -93,8 +93,8 @@ def test_what_is_drawn_is_said_before_and_by_the_run_and_its_record(place: Place
     assert " ".join(forecast.drawing.split()) in " ".join(render(forecast).split())
     assert forecast.to_dict()["drawing"] == forecast.drawing
     children = place.train(place.path / "run", *keys)
-    assert codes(children) == [0], said(children)
-    assert f"data  {forecast.drawing}" in said(children)
+    assert codes(children) == [0], output_of(children)
+    assert f"data  {forecast.drawing}" in output_of(children)
     (started,) = [
         e for e in read_events(place.path / "run" / "events.jsonl") if isinstance(e, RunStarted)
     ]
@@ -136,9 +136,11 @@ def test_a_resume_with_another_drawing_is_refused_unless_it_is_allowed(place: Pl
     other = ("--set", "data.balance=null", "--set", WEIGHTS, "--until", "7it")
     children = place.resume(run, *other)
     assert codes(children) == [2]
-    assert "data.balance was 'side' when the run began and cannot become None" in said(children)
+    assert "data.balance was 'side' when the run began and cannot become None" in output_of(
+        children
+    )
     children = place.resume(run, *other, "--allow", "data")
-    assert codes(children) == [0], said(children)
+    assert codes(children) == [0], output_of(children)
     assert [event["step"] for event in events(run, "train")] == list(range(1, 8))
 
 

@@ -13,7 +13,7 @@ import pytest
 import science
 import torch
 from live import carry_out, restore, save_when_due
-from tiny_run import codes, events, said
+from tiny_run import codes, events, output_of
 
 from instar.checkpoint import tensor_file
 from instar.checkpoint.listing import BEST, list_checkpoints, pointer_target
@@ -164,7 +164,7 @@ def test_ranks_save_at_the_ends_of_the_same_epochs(tmp_path: Path) -> None:
             "test.at_end=false",
         )
         children = place.train(run_dir, *keys, "data.strategy=dispatched", ranks=ranks)
-        assert codes(children) == [0] * ranks, said(children)
+        assert codes(children) == [0] * ranks, output_of(children)
         saves.append(
             [(e["step"], e["samples"], e["reason"]) for e in events(run_dir, "checkpoint")]
         )

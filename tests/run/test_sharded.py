@@ -71,7 +71,7 @@ def place(tmp_path: Path) -> tiny_run.Place:
 def trained(place: tiny_run.Place, name: str, *keys: str, ranks: int) -> Path:
     run_dir = place.path / name
     children = place.train(run_dir, *keys, ranks=ranks)
-    assert tiny_run.codes(children) == [0] * ranks, tiny_run.said(children)
+    assert tiny_run.codes(children) == [0] * ranks, tiny_run.output_of(children)
     return run_dir
 
 
@@ -173,7 +173,7 @@ def test_elastic_runs_are_one_run_bit_for_bit(place: tiny_run.Place) -> None:
         keys = ("--set", f"parallel.strategy={strategy}", "--set", "parallel.fsdp.shards=null")
         run_dir = others["in turn"]
         children = place.resume(run_dir, "--until", f"{until}it", *keys, ranks=ranks)
-        assert tiny_run.codes(children) == [0] * ranks, tiny_run.said(children)
+        assert tiny_run.codes(children) == [0] * ranks, tiny_run.output_of(children)
     missing = left_out(others["fsdp"]) | left_out(alone)
     assert analysed(others["fsdp"], missing) == pytest.approx(analysed(alone, missing), rel=1e-6)
     wanted = saved(alone)
@@ -246,7 +246,7 @@ def test_a_sharded_model_grows_bit_for_bit_as_a_whole_one(place: tiny_run.Place)
     for until, strategy, ranks in ((5, "fsdp", 2), (STEPS, "ddp", 1)):
         keys = ("--set", f"parallel.strategy={strategy}", "--set", "parallel.fsdp.shards=null")
         children = place.resume(grown, "--until", f"{until}it", *keys, ranks=ranks)
-        assert tiny_run.codes(children) == [0] * ranks, tiny_run.said(children)
+        assert tiny_run.codes(children) == [0] * ranks, tiny_run.output_of(children)
     assert saved(grown) == saved(alone)
     proofs = [
         [
@@ -274,7 +274,7 @@ def test_ranks_whose_rounding_differs_prove_a_growth_together(place: tiny_run.Pl
     children = place.instar(
         "train", "run.yaml", *words, ranks=2, body="failures:rank_1_rounds_more"
     )
-    assert tiny_run.codes(children) == [0, 0], tiny_run.said(children)
+    assert tiny_run.codes(children) == [0, 0], tiny_run.output_of(children)
     (grown,) = tiny_run.events(place.path / "run", "operation")
     assert grown["proof"]["max_logit_diff_relative"] < 1e-10
 
@@ -287,7 +287,7 @@ def test_blocks_are_compiled_each_and_share_a_graph(place: tiny_run.Place) -> No
     eager = trained(place, "eager", *keys, grows, *FSDP, ranks=2)
     run_dir, body = place.path / "compiled", "failures:graphs_run_as_they_are"
     children = place.train(run_dir, *keys, grows, *FSDP, "compile=true", ranks=2, body=body)
-    assert tiny_run.codes(children) == [0, 0], tiny_run.said(children)
+    assert tiny_run.codes(children) == [0, 0], tiny_run.output_of(children)
     assert curve(run_dir) == pytest.approx(curve(eager), rel=1e-6)
     graphs = (place.path / "graphs").read_text(encoding="utf-8").splitlines()
     assert len(graphs) == 2 * 2, "on each of two ranks, of the model before and after its growth"
@@ -309,8 +309,8 @@ def test_parameters_with_fewer_rows_than_shards_and_buffers(tmp_path: Path) -> N
     for name, more, ranks in (("one", (), 1), ("four", FSDP, 4)):
         run_dir = tmp_path / name
         children = place.train(run_dir, *keys, *more, ranks=ranks)
-        assert tiny_run.codes(children) == [0] * ranks, tiny_run.said(children)
-        last = tiny_run.acknowledged(run_dir)
+        assert tiny_run.codes(children) == [0] * ranks, tiny_run.output_of(children)
+        last = tiny_run.acknowledged_step(run_dir)
         metrics = science.result(run_dir)["metrics"]
         found.append((saved(run_dir, last, ("model", "optimizer")), last, metrics))
     assert found[0] == found[1]
@@ -319,7 +319,7 @@ def test_parameters_with_fewer_rows_than_shards_and_buffers(tmp_path: Path) -> N
 def test_what_sharded_parameters_do_not_support_is_explained(tmp_path: Path) -> None:
     place = science.place(tmp_path)
     children = place.train(tmp_path / "run", "task=mistaken:Penalty", *FSDP, ranks=2)
-    assert tiny_run.codes(children) == [4, 4], tiny_run.said(children)
+    assert tiny_run.codes(children) == [4, 4], tiny_run.output_of(children)
     assert "sharded parameters are DTensors" in children[0].output()
 
 

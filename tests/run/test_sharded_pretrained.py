@@ -11,7 +11,7 @@ import pytest
 import science
 import tiny_run
 import torch
-from cases import shortened
+from cases import parametrize_first
 from pretrained import write_model, write_place
 from small_models import CHANGES, SIZES
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -65,7 +65,7 @@ def place_of(kind: str, folder: Path) -> tiny_run.Place:
 
 def trained(place: tiny_run.Place, name: str, *keys: str, ranks: int) -> Path:
     children = place.train(place.path / name, *keys, ranks=ranks)
-    assert tiny_run.codes(children) == [0] * ranks, tiny_run.said(children)
+    assert tiny_run.codes(children) == [0] * ranks, tiny_run.output_of(children)
     return place.path / name
 
 
@@ -105,7 +105,7 @@ def test_a_model_that_began_without_memory_has_its_buffers(kind: str) -> None:
     assert torch.equal(bare.eval()(tokens), whole(tokens))
 
 
-@shortened("kind", sorted(BUILT_IN), first=1)
+@parametrize_first("kind", sorted(BUILT_IN), first=1)
 def test_shards_are_the_same_run_bit_for_bit(kind: str, tmp_path: Path) -> None:
     place = place_of(kind, tmp_path)
     operations = GPT2_GROWTH if kind == "gpt2" else GROWTH
@@ -145,7 +145,7 @@ def test_strategies_in_turn_are_one_run(kind: str, tmp_path: Path) -> None:
     for until, strategy, ranks in ((4, "ddp", 2), (5, "fsdp", 2), (STEPS, "ddp", 1)):
         keys = ("--set", f"parallel.strategy={strategy}", "--set", "parallel.fsdp.shards=null")
         children = place.resume(in_turn, "--until", f"{until}it", *keys, ranks=ranks)
-        assert tiny_run.codes(children) == [0] * ranks, tiny_run.said(children)
+        assert tiny_run.codes(children) == [0] * ranks, tiny_run.output_of(children)
     assert saved(four) == saved(in_turn) == saved(alone)
     exports = []
     for run in (alone, four):

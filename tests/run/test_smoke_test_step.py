@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import science
 import torch
-from cases import shortened
-from tiny_run import Place, codes, events, said, weights
+from cases import parametrize_first
+from tiny_run import Place, codes, events, output_of, weights
 
 from instar.config.errors import ConfigError
 from instar.config.load import load_config
@@ -113,13 +113,13 @@ def test_the_line_of_the_users_code_is_named(attempt: Try) -> None:
         attempt("mistaken:Leaving")
 
 
-@shortened("task", ["Tensors", "Lists", "Rows", "Tupled", "Arrays", "Mapped"], first=2)
+@parametrize_first("task", ["Tensors", "Lists", "Rows", "Tupled", "Arrays", "Mapped"], first=2)
 def test_samples_in_other_forms_are_the_same_samples(place: Place, attempt: Try, task: str) -> None:
     assert attempt(f"mistaken:{task}") == []
     stop = "train.until=[6it]"
     for name, of in (("plain", "science:Halves"), ("other", f"mistaken:{task}")):
         children = place.train(place.path / name, f"task={of}", stop)
-        assert codes(children) == [0], said(children)
+        assert codes(children) == [0], output_of(children)
     assert weights(place.path / "other", 6) == weights(place.path / "plain", 6)
 
 
@@ -138,14 +138,14 @@ def test_ragged_samples_are_trained_on(place: Place, task: str) -> None:
     rules = ("test.at_end=false", "early_stopping.rules=[]", "checkpoint.best_of=[loss]")
     settings = (f"task=mistaken:{task}", "train.until=[3it]", "data.val=9", "data.test=9", *rules)
     children = place.train(place.path / "run", *settings)
-    assert codes(children) == [0], said(children)
+    assert codes(children) == [0], output_of(children)
 
 
 def test_a_data_set_is_stratified_by_a_column_that_is_read(place: Place) -> None:
     children = place.train(
         place.path / "run", "task=mistaken:Mapped", "data.stratify=side", "train.until=[3it]"
     )
-    assert codes(children) == [0], said(children)
+    assert codes(children) == [0], output_of(children)
 
 
 def test_values_that_are_not_finite_anywhere_are_told(attempt: Try) -> None:
@@ -190,8 +190,8 @@ def test_a_trial_leaves_random_generators_as_they_were(attempt: Try) -> None:
 def test_one_rank_or_two_refuse_without_a_folder(place: Place) -> None:
     for ranks, task in ((1, "DictLoss"), (2, "Unused")):
         children = place.train(place.path / "run", f"task=mistaken:{task}", ranks=ranks)
-        assert codes(children) == [2] * ranks, said(children)
-        assert f"mistaken:{task}" in said(children)
+        assert codes(children) == [2] * ranks, output_of(children)
+        assert f"mistaken:{task}" in output_of(children)
         assert not (place.path / "run").exists()
 
 
@@ -205,13 +205,13 @@ def test_one_rank_or_two_refuse_without_a_folder(place: Place) -> None:
         (("data.transform=mistaken:leave",), "reading samples ended the process: sys.exit(0) was"),
     ],
 )
-@shortened("ranks", [2, 1], first=1)
+@parametrize_first("ranks", [2, 1], first=1)
 def test_a_task_that_exits_has_failed(
     place: Place, settings: tuple[str, ...], message: str, ranks: int
 ) -> None:
     run_dir = place.path / "run"
     children = place.train(run_dir, *settings, ranks=ranks)
-    assert set(codes(children)) == {4}, said(children)
+    assert set(codes(children)) == {4}, output_of(children)
     (failed,) = events(run_dir, "failed")
     assert message in failed["message"]
     assert "mistaken.py:" in failed["message"]

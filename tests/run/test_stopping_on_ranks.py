@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import science
-from cases import shortened
-from science import evaluations, last_step, pointed, result, still_since
-from tiny_run import Place, codes, events, said, weights
+from cases import parametrize_first
+from science import evaluations, last_step, pointer_target, result, still_since
+from tiny_run import Place, codes, events, output_of, weights
 
 DIRECTIONS = {"loss": "min", "accuracy": "max", "doubt": "min"}
 ENDLESS = ("train.until=[300it]", "learning_rate.lr_decay_iters=300")
@@ -55,14 +55,14 @@ CASES: dict[str, tuple[str, list[dict[str, Any]], tuple[str, ...]]] = {
 }
 
 
-@shortened("case", CASES, first=1)
+@parametrize_first("case", CASES, first=1)
 def test_all_ranks_leave_at_the_step_that_the_metrics_say(place: Place, case: str) -> None:
     mode, rules, settings = CASES[case]
     stopping = f"early_stopping={json.dumps({'stop_when': mode, 'rules': rules})}"
     for ranks in (1, 4):
         run_dir = place.path / f"w{ranks}"
         children = place.train(run_dir, *ENDLESS, stopping, *settings, ranks=ranks)
-        assert codes(children) == [0] * ranks, said(children)
+        assert codes(children) == [0] * ranks, output_of(children)
         rows = evaluations(run_dir)
         wanted = first_stop(rows, rules, mode)
         assert wanted == rows[-1][0] < 300
@@ -70,9 +70,9 @@ def test_all_ranks_leave_at_the_step_that_the_metrics_say(place: Place, case: st
         (stop,) = events(run_dir, "stop")
         assert (stop["step"], stop["resumable"]) == (wanted, False)
         assert "has not been better" in stop["reason"]
-        assert pointed(run_dir, "latest") == f"step-{wanted}"
+        assert pointer_target(run_dir, "latest") == f"step-{wanted}"
         best = min(rows, key=lambda row: row[1]["loss"])[0]
-        assert pointed(run_dir, "best") == f"step-{best}"
+        assert pointer_target(run_dir, "best") == f"step-{best}"
         assert result(run_dir)["step"] == best
 
 
@@ -82,12 +82,12 @@ def test_elastic_ranks_judge_stop_and_test_bit_for_bit_alike(place: Place) -> No
     for ranks in (1, 4):
         run_dir = place.path / f"w{ranks}"
         children = place.train(run_dir, *ENDLESS, "reproducible=elastic", ranks=ranks)
-        assert codes(children) == [0] * ranks, said(children)
-        stop, best = last_step(run_dir, ranks - 1), pointed(run_dir, "best")
+        assert codes(children) == [0] * ranks, output_of(children)
+        stop, best = last_step(run_dir, ranks - 1), pointer_target(run_dir, "best")
         everything[ranks] = {
             "metrics": evaluations(run_dir),
             "stop": stop,
-            "pointers": (best, pointed(run_dir, "best-accuracy")),
+            "pointers": (best, pointer_target(run_dir, "best-accuracy")),
             "best": weights(run_dir, int(best.removeprefix("step-"))),
             "last": weights(run_dir, stop),
             "test": result(run_dir),
@@ -118,7 +118,7 @@ def test_a_run_that_goes_on_from_a_change_is_judged_as_it_was(place: Place) -> N
     del once[2]
     wanted = first_stop(once, [{"metric": "loss", "patience": 1}], "any")
     again = place.resume(run_dir, "--from", 10)
-    assert codes(again) == [0], said(again)
+    assert codes(again) == [0], output_of(again)
     assert [event["step"] for event in events(run_dir, "stop")] == [wanted, wanted]
     assert wanted == once[-1][0] > 10
 
@@ -163,7 +163,7 @@ def rates(run_dir: Path) -> dict[int, float]:
     return {event["step"]: event["lr"] for event in events(run_dir, "train")}
 
 
-@shortened("ranks", [2, 1], first=1)
+@parametrize_first("ranks", [2, 1], first=1)
 def test_the_rate_falls_where_the_metric_stands_still_and_so_after_resuming(
     place: Place, ranks: int
 ) -> None:
@@ -183,7 +183,7 @@ def test_the_rate_falls_where_the_metric_stands_still_and_so_after_resuming(
         children = place.train(parts, *PLATEAU, f"train.until=[{until}it]", ranks=ranks)
         assert codes(children) == [0] * ranks
         again = place.resume(parts, "--until", f"{STEPS}it", ranks=ranks)
-        assert codes(again) == [0] * ranks, said(again)
+        assert codes(again) == [0] * ranks, output_of(again)
         assert fallen(parts, STEPS) == wanted
         assert rates(parts) == rates(whole)
         assert weights(parts, STEPS) == weights(whole, STEPS)
@@ -197,11 +197,11 @@ def test_a_stop_that_is_withdrawn_once_it_is_agreed_ends_the_run_as_interrupted(
     # the folder of checkpoints, which tells where the run is, is there from the first save on
     settings = (*ENDLESS, "checkpoint.every_steps=2", "checkpoint.asynchronous=false")
     children = place.train(run_dir, *settings, ranks=ranks, body="failures:stop_is_withdrawn")
-    assert codes(children) == [75] * ranks, said(children)
+    assert codes(children) == [75] * ranks, output_of(children)
     (stop,) = events(run_dir, "stop")
     assert (stop["reason"], stop["resumable"]) == ("instar control stop", True)
     assert not (run_dir / "test").exists()
-    assert pointed(run_dir, "latest") == f"step-{stop['step']}"
+    assert pointer_target(run_dir, "latest") == f"step-{stop['step']}"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -211,7 +211,7 @@ def test_a_run_out_of_time_is_evaluated_and_tested(place: Place, ranks: int) -> 
         run_dir, "train.until=[0.5s]", "learning_rate.lr_decay_iters=300", "eval.eval_epochs=100",
         "early_stopping.rules=[]", ranks=ranks,
     )  # fmt: skip
-    assert codes(children) == [0] * ranks, said(children)
+    assert codes(children) == [0] * ranks, output_of(children)
     (stop,) = events(run_dir, "stop")
     assert stop["reason"].startswith("reached ")
     assert [step for step, _ in evaluations(run_dir)][-1] == stop["step"]

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from cases import shortened
+from cases import parametrize_first
 from forks import Forks
-from tiny_run import CONFIG, TEXT, Place, codes, events, fingerprint, said, weights
+from tiny_run import CONFIG, TEXT, Place, codes, events, fingerprint, output_of, weights
 
 from instar.config.load import load_config
 from instar.data.text.dataset import create_dataset_files
@@ -37,18 +37,18 @@ def place(tmp_path: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch) -> Plac
 def ran(place: Place, name: str, *keys: str, ranks: int = 1) -> Path:
     run_dir = place.path / name
     children = place.train(run_dir, *KEYS, *keys, ranks=ranks)
-    assert codes(children) == [0] * ranks, said(children)
+    assert codes(children) == [0] * ranks, output_of(children)
     return run_dir
 
 
-@shortened("ranks", [2, 4], first=1)
+@parametrize_first("ranks", [2, 4], first=1)
 def test_ranks_stops_and_contexts_train_on_the_same_part(place: Place, ranks: int) -> None:
     alone = ran(place, "alone")
     whole = fingerprint(alone, STEPS)
     assert fingerprint(ran(place, "ranks", ranks=ranks), STEPS) == whole
     stopped = ran(place, "stopped", "train.until=5it", ranks=ranks)
     children = place.resume(stopped, "--until", f"{STEPS}it")
-    assert codes(children) == [0], said(children)
+    assert codes(children) == [0], output_of(children)
     assert weights(stopped, STEPS) == weights(alone, STEPS)
     assert fingerprint(ran(place, "all", "data.train_subset=null"), STEPS) != whole
 
@@ -70,8 +70,8 @@ def test_the_forecast_the_run_and_its_record_say_which_part(place: Place) -> Non
     assert forecast.drawing == remark
     assert remark in " ".join(render(forecast).split())
     children = place.train(place.path / "run", *KEYS)
-    assert codes(children) == [0], said(children)
-    assert f"data  {remark}" in said(children)
+    assert codes(children) == [0], output_of(children)
+    assert f"data  {remark}" in output_of(children)
     (started,) = events(place.path / "run", "run_started")
     assert (started["drawing"], started["splits"]["train"]) == (remark, forecast.splits["train"])
     (end,) = (event["epoch"] for event in events(place.path / "run", "train")[-1:])
@@ -84,9 +84,11 @@ def test_another_part_is_other_data(place: Place) -> None:
     wider = ("--set", "data.train_subset=0.5", "--until", "5it")
     children = place.resume(run, *wider)
     assert codes(children) == [2]
-    assert "data.train_subset was 0.25 when the run began and cannot become 0.5" in said(children)
+    assert "data.train_subset was 0.25 when the run began and cannot become 0.5" in output_of(
+        children
+    )
     children = place.resume(run, *wider, "--allow", "data")
-    assert codes(children) == [0], said(children)
+    assert codes(children) == [0], output_of(children)
     assert [event["step"] for event in events(run, "train")] == [1, 2, 3, 4, 5]
 
 

@@ -13,12 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import science
-from cases import shortened
+from cases import parametrize_first
 from needed import needs
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
-from science import evaluations, last_step, pointed, result
-from tiny_run import Place, codes, events, said
+from science import evaluations, last_step, pointer_target, result
+from tiny_run import Place, codes, events, output_of
 
 from instar.checkpoint.manifest import encode_json, read_json
 from instar.data.split import divide_samples
@@ -42,13 +42,13 @@ def place(tmp_path: Path) -> Place:
 def trained(place: Place, *settings: str, name: str = "run", ranks: int = 1) -> Path:
     run_dir = place.path / name
     children = place.train(run_dir, *settings, ranks=ranks)
-    assert codes(children) == [0] * ranks, said(children)
+    assert codes(children) == [0] * ranks, output_of(children)
     return run_dir
 
 
 def outcome(place: Place, run_dir: Path, *words: object, ranks: int = 1) -> dict[str, Any]:
     children = place.instar("test", run_dir, *words, ranks=ranks)
-    assert codes(children) == [0] * ranks, said(children)
+    assert codes(children) == [0] * ranks, output_of(children)
     return result(run_dir)
 
 
@@ -71,7 +71,7 @@ def chances(run_dir: Path, step: str, numbers: NDArray[np.int64]) -> NDArray[np.
 about = partial(pytest.approx, abs=1e-5)
 
 
-@shortened("samples", [23, 2], first=1)
+@parametrize_first("samples", [23, 2], first=1)
 def test_any_number_of_ranks_tests_every_sample_once_and_alike(place: Place, samples: int) -> None:
     """At the end of a run of two ranks, and of its best checkpoint on one, two and three; also
     where there are more ranks than samples."""
@@ -105,8 +105,8 @@ def test_ranks_on_hosts_without_a_shared_disk_are_refused(place: Place) -> None:
     children = Place(host, place.forks).train(
         Path("run"), ranks=2, body="failures:rank_1_on_another_host"
     )
-    assert codes(children) == [2, 2], said(children)
-    assert "is not seen by" in said(children)
+    assert codes(children) == [2, 2], output_of(children)
+    assert "is not seen by" in output_of(children)
     assert not (host / "run").exists()
 
 
@@ -117,8 +117,8 @@ def test_the_mark_best_means_the_metric_that_the_pointer_best_follows(place: Pla
     marked = [f"step-{e.step}" for e in evals if e.best]
     loss_marked = [f"step-{e.step}" for e in evals if "loss" in e.best_of]
     assert marked != loss_marked, "the two metrics must differ in this run"
-    assert marked[-1] == pointed(run_dir, "best")
-    assert loss_marked[-1] == pointed(run_dir, "best-loss")
+    assert marked[-1] == pointer_target(run_dir, "best")
+    assert loss_marked[-1] == pointer_target(run_dir, "best-loss")
     accuracies = {f"step-{e.step}": e.extra["accuracy"] for e in evals}
     assert accuracies[marked[-1]] == max(accuracies.values())
 
@@ -140,7 +140,7 @@ def test_the_mark_best_means_the_metric_that_the_pointer_best_follows(place: Pla
 
 def test_the_best_weights_are_tested_though_the_last_are_worse(place: Place) -> None:
     run_dir = trained(place)
-    best, last = pointed(run_dir, "best"), pointed(run_dir, "latest")
+    best, last = pointer_target(run_dir, "best"), pointer_target(run_dir, "latest")
     losses = dict(evaluations(run_dir))
     steps = [int(name.removeprefix("step-")) for name in (best, last)]
     assert losses[steps[0]]["loss"] < losses[steps[1]]["loss"]
@@ -162,7 +162,7 @@ def test_the_best_is_tested_in_the_shape_that_it_had(place: Place) -> None:
     """Two ranks grow after it, and learn nothing more; the last weights have another shape."""
     grown = *FOREVER, f"schedule={json.dumps(GROWTH)}", "train.until=[45it]"
     run_dir = trained(place, *grown, ranks=2)
-    best, last = pointed(run_dir, "best"), pointed(run_dir, "latest")
+    best, last = pointer_target(run_dir, "best"), pointer_target(run_dir, "latest")
     sizes = [
         load_file(run_dir / "checkpoints" / step / "model.safetensors")["up.bias"].size
         for step in (best, last)
@@ -187,7 +187,7 @@ def test_the_last_weights_are_tested_where_the_config_says_so(place: Place) -> N
 def test_the_best_weights_are_not_promised_where_nothing_saves_them(place: Place) -> None:
     children = place.train(place.path / "run", "checkpoint.on_best=false")
     assert codes(children) == [2]
-    assert "set checkpoint.on_best: true, or test.weights: last" in said(children)
+    assert "set checkpoint.on_best: true, or test.weights: last" in output_of(children)
 
 
 @pytest.mark.parametrize("weights", ["best", "last"])
@@ -207,7 +207,7 @@ def test_graphs_are_tested_once_each_on_any_number_of_ranks(place: Place) -> Non
     run_dir = place.path / "run"
     words = "train", "graphs.yaml", "--set", f"record.run_dir={run_dir}"
     children = place.instar(*words, ranks=2)
-    assert codes(children) == [0, 0], said(children)
+    assert codes(children) == [0, 0], output_of(children)
     at_end, file = result(run_dir), run_dir / "test" / "predictions.parquet"
     bytes_at_end = file.read_bytes()
     for ranks in (1, 3):

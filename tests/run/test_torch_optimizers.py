@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import shortened
-from growing import batch, filled, grow_optimizer, operation, random_gpt, values
+from cases import parametrize_first
+from growing import batch, build_model, grow_optimizer, operation, random_gpt, values
 from safetensors.torch import load_file
 from science import forks
-from tiny_run import TEXT, Place, codes, events, said, weights
+from tiny_run import TEXT, Place, codes, events, output_of, weights
 from torch.nn import Parameter
 
 from instar.config.errors import ConfigError
@@ -177,7 +177,7 @@ def place(tmp_path: Path) -> Place:
     return Place(tmp_path, forks())
 
 
-@shortened(
+@parametrize_first(
     "name",
     [
         *(ODD := ("adafactor", "rprop", "asgd", "adagrad")),
@@ -190,13 +190,13 @@ def test_a_run_grows_and_is_the_same_on_two_ranks_and_resumed(name: str, place: 
     keys = (f"optimizer.name={name}", f"schedule={json.dumps(GROWING)}")
     whole, parts = place.path / "whole", place.path / "parts"
     children = place.train(whole, *keys)
-    assert codes(children) == [0], said(children)
+    assert codes(children) == [0], output_of(children)
     strategy = "fsdp" if OPTIMIZERS[name].is_elementwise else "ddp"
     in_parts = (*keys, "train.until=[5it]", f"parallel.strategy={strategy}")
     children = place.train(parts, *in_parts, ranks=2)
-    assert codes(children) == [0, 0], said(children)
+    assert codes(children) == [0, 0], output_of(children)
     children = place.resume(parts, "--until", "8it", "--set", "parallel.strategy=ddp", ranks=2)
-    assert codes(children) == [0, 0], said(children)
+    assert codes(children) == [0, 0], output_of(children)
     assert weights(parts, 8) == weights(whole, 8)
     grown = [event["name"] for event in events(whole, "operation")]
     assert grown == [entry["name"] for entry in GROWING]
@@ -243,7 +243,7 @@ def test_every_state_grows_by_the_plan_and_the_optimizer_goes_on(variant: str, g
     check_states(shapes_of(states), shapes_of(dict(model.named_parameters())))
     arch, plan = operators.plan(ARCH, GROWTH[growth], step=0)
     grown = grow_optimizer(plan, states, (7, 0))
-    new = filled(arch, apply(plan, values(model), Role.PARAMETER, (7, 0)))
+    new = build_model(arch, apply(plan, values(model), Role.PARAMETER, (7, 0)))
     named = dict(new.named_parameters())
     check_states(shapes_of(grown), shapes_of(named))
     sizes = [state for state, role in KNOWN_STATES.items() if role.is_size]
@@ -346,13 +346,13 @@ def test_dials_turn_in_a_run_and_equal_a_resume_with_the_key(place: Place) -> No
     keys = ("optimizer.name=rmsprop", "reproducible=fixed")
     turned, resumed = place.path / "turned", place.path / "resumed"
     children = place.train(turned, *keys, f"schedule={json.dumps(schedule)}")
-    assert codes(children) == [0], said(children)
+    assert codes(children) == [0], output_of(children)
     children = place.train(resumed, *keys, "train.until=[4it]")
-    assert codes(children) == [0], said(children)
+    assert codes(children) == [0], output_of(children)
     sets = [f"optimizer.{key}" for key in ("momentum=0.8", "weight_decay=0.2", "lr=0.002")]
     words = [word for text in sets for word in ("--set", text)]
     children = place.resume(resumed, "--until", "8it", *words)
-    assert codes(children) == [0], said(children)
+    assert codes(children) == [0], output_of(children)
     assert weights(turned, 8) == weights(resumed, 8)
 
 

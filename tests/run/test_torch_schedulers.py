@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from science import forks
-from tiny_run import TEXT, Place, codes, events, said, weights
+from tiny_run import TEXT, Place, codes, events, output_of, weights
 
 RUN = """\
 name: by-torch
@@ -38,11 +38,11 @@ def test_a_run_resumed_changed_and_branched_has_the_rates_of_torch(tmp_path: Pat
     keys = (f"schedule={json.dumps(SCHEDULE)}",)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     children = place.train(whole, *keys)
-    assert codes(children) == [0], said(children)
+    assert codes(children) == [0], output_of(children)
     children = place.train(parts, *keys, "train.until=[7it]")
-    assert codes(children) == [0], said(children)
+    assert codes(children) == [0], output_of(children)
     children = place.resume(parts, "--until", "12it")
-    assert codes(children) == [0], said(children)
+    assert codes(children) == [0], output_of(children)
 
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.004)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3, 2, 0.001)

@@ -138,12 +138,12 @@ def test_a_step_weighs_the_targets_of_its_samples(tmp_path: Path, kind: str, way
     base = more.get(kind, kind)
     data = ways.config(ways.make_rows(tmp_path), base, transform="feeds:masked")
     data = data.model_copy(update={"path": str(tmp_path / "set")})
-    for batches in ways.taken(data, way, 6):
+    for batches in ways.take_steps(data, way, 6):
         targets = [
             micro.arrays["targets"][: micro.samples] for b in batches for micro in b.micro_batches
         ]
         counted = sum(int((part != -1).sum()) for part in targets)
-        _, weight, _ = ways.told(batches)
+        _, weight, _ = ways.invariants(batches)
         assert weight == counted
 
 
@@ -189,7 +189,7 @@ def test_of_conversations_the_assistant_s_tokens_are_counted(tmp_path: Path) -> 
 
 def test_a_part_of_a_step_weighs_what_its_samples_do(tmp_path: Path) -> None:
     data = ways.config(ways.make_rows(tmp_path), "masked", path=str(tmp_path / "set"))
-    ((batch,), *_) = ways.taken(data, ways.Way(1), 1)
+    ((batch,), *_) = ways.take_steps(data, ways.Way(1), 1)
     for micro in part_of(batch, keep_size=False).micro_batches:
         assert micro.weight == (micro.arrays["targets"][: micro.samples] != -1).sum()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sized import sized
+from sized import spec_for_tokens
 
 from instar.config.errors import ConfigError
 from instar.config.load import Loaded, loaded_from_json
@@ -34,7 +34,7 @@ def load(path: Path, *entries: dict[str, Any]) -> Loaded:
 
 
 def forecast(loaded: Loaded) -> Forecast:
-    return checked_forecast(loaded, sized(loaded.config, 4001, 64), 1)
+    return checked_forecast(loaded, spec_for_tokens(loaded.config, 4001, 64), 1)
 
 
 @pytest.mark.parametrize(

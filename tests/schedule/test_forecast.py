@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sized import sized
+from sized import spec_for_tokens
 
 from instar.config.errors import ConfigError, ConfigProblem
 from instar.config.language import LanguageConfig, ModelConfig
@@ -22,7 +22,7 @@ from instar.tasks.language import described_shape
 
 def foretold(world_size: int = 1, samples: int | None = 1000, **settings: object) -> Forecast:
     config = LanguageConfig.model_validate(settings)
-    return forecast(config, sized(config, samples and samples * 128, 256), world_size)
+    return forecast(config, spec_for_tokens(config, samples and samples * 128, 256), world_size)
 
 
 def refused(*schedule: dict[str, Any], samples: int = 1000, world_size: int = 1) -> ConfigProblem:
@@ -258,7 +258,7 @@ def test_a_mistake_points_at_its_line(tmp_path: Path) -> None:
     loaded = load_config(str(path))
     assert isinstance(loaded.config, LanguageConfig)
     with pytest.raises(ConfigError) as caught:
-        checked_forecast(loaded, sized(loaded.config, None, 256), 1)
+        checked_forecast(loaded, spec_for_tokens(loaded.config, None, 256), 1)
     (problem,) = caught.value.problems
     assert problem.where == f"{path}:2:30"
     with pytest.raises(ConfigError, match="too few for a tokenizer"):
@@ -335,7 +335,7 @@ def test_the_text_fits_80_columns_and_says_what_matters() -> None:
     )
     train = TrainConfig(until=("10Btok", "10min"), batch_size=32, gradient_accumulation_steps=16)
     config = LanguageConfig(model=model, train=train)
-    text = render(forecast(config, sized(config, 10**10, 50_304), world_size=8))
+    text = render(forecast(config, spec_for_tokens(config, 10**10, 50_304), world_size=8))
     assert max(map(len, text.splitlines())) <= 80
     for fact in ("12 layers × 768 wide", "114M", "19,074 steps", "10.0B tokens", "8.0e18 FLOPs"):
         assert fact in text

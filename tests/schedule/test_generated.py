@@ -14,7 +14,7 @@ import figures
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sized import sized
+from sized import spec_for_tokens
 
 from instar.config.errors import ConfigError
 from instar.schedule.checks import load_checked
@@ -169,7 +169,7 @@ def test_a_schedule_is_an_error_with_its_line_or_a_forecast(
     options = [*shape, *SMALL, f"train.until={until}", "learning_rate.shape=constant"]
     try:
         loaded = load_checked(None, [*options, f"schedule={path}"])
-        told = checked_forecast(loaded, sized(loaded.config, 4001, 64), ranks)
+        told = checked_forecast(loaded, spec_for_tokens(loaded.config, 4001, 64), ranks)
     except ConfigError as error:
         for problem in error.problems:
             assert re.fullmatch(rf"{path}(:\d+:\d+)?", problem.where), problem

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sized import sized
+from sized import spec_for_tokens
 
 from instar.config.errors import ConfigError
 from instar.config.language import LanguageConfig
@@ -45,7 +45,7 @@ def estimated(
 ) -> Estimate:
     config = LanguageConfig.model_validate({"device": "cuda", "precision": "bf16", **settings})
     devices = parse_hardware(hardware)
-    plain = sized(config, tokens, vocab_size)
+    plain = spec_for_tokens(config, tokens, vocab_size)
     spec = spec_class(config, plain.architecture, plain.tokens)
     told = forecast(config, spec, devices.devices)
     kind = arithmetic_of(config, config.precision, devices)
@@ -340,7 +340,9 @@ def rendered(hardware: str, **settings: object) -> str:
     tokens = settings.pop("tokens", None)
     assert tokens is None or isinstance(tokens, int)
     config = LanguageConfig.model_validate({"device": "cuda", "precision": "bf16", **settings})
-    told = forecast(config, sized(config, tokens, 50304), parse_hardware(hardware).devices)
+    told = forecast(
+        config, spec_for_tokens(config, tokens, 50304), parse_hardware(hardware).devices
+    )
     text = render_estimate(estimated(hardware, tokens=tokens, **settings), told, "", "")
     assert all(len(line) <= 80 for line in text.splitlines())
     return " ".join(text.split())

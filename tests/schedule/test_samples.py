@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from sized import sized
+from sized import spec_for_tokens
 
 from instar.config.sections import PlateauTrigger, ScheduledOperation, When
 from instar.growth.operators import OPERATORS
@@ -25,7 +25,7 @@ def told(config: Path | None, *options: str) -> Forecast:
     loaded = load_checked(config and str(config), options)
     data = loaded.config.data
     vocabulary = data.vocab_size if data.tokenizer == "bpe" else 256
-    return checked_forecast(loaded, sized(loaded.config, 10**7, vocabulary), world_size=2)
+    return checked_forecast(loaded, spec_for_tokens(loaded.config, 10**7, vocabulary), world_size=2)
 
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.name)

@@ -9,7 +9,7 @@ import figures
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sized import sized
+from sized import spec_for_tokens
 
 from instar.config.budget import parse_budget
 from instar.config.language import LanguageConfig
@@ -46,7 +46,7 @@ def config(schedule: list[dict[str, Any]], **changes: Any) -> LanguageConfig:
 
 def foretold(run: LanguageConfig) -> tuple[list[int | None], list[int | None]]:
     """First and last steps of the operations."""
-    stages = forecast(run, sized(run, TOKENS, VOCABULARY), world_size=1).stages[1:]
+    stages = forecast(run, spec_for_tokens(run, TOKENS, VOCABULARY), world_size=1).stages[1:]
     return [stage.first_step for stage in stages], [stage.latest_step for stage in stages]
 
 
@@ -246,7 +246,7 @@ def test_growth_waits_until_a_mask_is_open_in_full() -> None:
 def test_a_larger_batch_brings_a_token_budget_s_end_nearer() -> None:
     schedule = [{"name": "change_batch_size", "value": 2, "when": {"at_fraction": 0.5}}]
     run = config(schedule, train={"until": ["3200tok"], "batch_size": 4})
-    told = forecast(run, sized(run, TOKENS, VOCABULARY), world_size=1)
+    told = forecast(run, spec_for_tokens(run, TOKENS, VOCABULARY), world_size=1)
     assert told.stages[1].first_step == 40
     assert told.early is not None
     assert (told.early.steps, told.early.tokens) == (60, 3200)
@@ -344,7 +344,7 @@ def test_a_branch_moves_no_operation_of_its_trunk(
     assert steps == played(config(schedule, **how), hopeful=True)
     if branched is None:
         with pytest.raises(ScheduleError, match="cannot begin: the run ends"):
-            forecast(run, sized(run, TOKENS, VOCABULARY), world_size=1)
+            forecast(run, spec_for_tokens(run, TOKENS, VOCABULARY), world_size=1)
     else:
         early, _ = foretold(run)
         assert [early.pop(place), early] == [branched, steps]

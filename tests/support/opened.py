@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from browser import Watched, watched
+from browser import Watched, watch_page
 from playwright.sync_api import Browser, Page, expect
 
 PANEL = ".panel[data-metric='{}']"
@@ -15,7 +15,7 @@ def opened(
     browser: Browser, address: str, hash_: str = "", *, errors: bool = False, **how: Any
 ) -> Iterator[Watched]:
     """The page, live; at its end nothing has gone wrong in it and nothing else was asked."""
-    with watched(browser, **how) as seen:
+    with watch_page(browser, **how) as seen:
         seen.page.goto(f"{address}#{hash_}")
         expect(seen.page.locator("#link")).to_have_text("live")
         yield seen

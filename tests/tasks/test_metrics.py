@@ -15,8 +15,8 @@ import science
 import scored
 import torch
 from forks import MODULES, Forks, children_as_ranks
-from science import evaluations, pointed, result, still_since
-from tiny_run import codes, events, said
+from science import evaluations, pointer_target, result, still_since
+from tiny_run import codes, events, output_of
 
 from instar.config.errors import ConfigError
 from instar.config.load import load_config
@@ -63,7 +63,7 @@ def test_any_number_of_ranks_computes_what_one_process_does(tmp_path: Path, serv
     for ranks in (2, 3):
         arguments = "scored:score_all", str(tmp_path), CASES
         children = children_as_ranks(server, ranks, *arguments, place=tmp_path)
-        assert codes(children) == [0] * ranks, said(children)
+        assert codes(children) == [0] * ranks, output_of(children)
         texts = {(tmp_path / f"w{ranks}-{rank}").read_text() for rank in range(ranks)}
         assert len(texts) == 1
         told += json.loads(texts.pop())
@@ -84,12 +84,12 @@ def test_a_run_follows_them(tmp_path: Path, server: Forks) -> None:
         "early_stopping.rules=[{metric: auroc, patience: 3}]",
     )
     children = place.train(run_dir, *settings, ranks=2)
-    assert codes(children) == [0, 0], said(children)
+    assert codes(children) == [0, 0], output_of(children)
     rows = evaluations(run_dir)
     best = max(rows, key=lambda row: row[1]["auroc"])[0]
-    assert pointed(run_dir, "best") == f"step-{best}"
+    assert pointer_target(run_dir, "best") == f"step-{best}"
     surest = min(rows, key=lambda row: row[1]["doubt"])[0]
-    assert pointed(run_dir, "best-doubt") == f"step-{surest}"
+    assert pointer_target(run_dir, "best-doubt") == f"step-{surest}"
     aurocs = [metrics["auroc"] for _, metrics in rows]
     assert rows[-1][0] == 60 or still_since(aurocs, better="max") == 3
 
@@ -159,4 +159,4 @@ def test_a_metric_that_fails_ends_all_ranks(tmp_path: Path, server: Forks, task:
     (failed,) = events(tmp_path / "run", "failed")
     assert failed["rank"] == rank, failed
     assert message in failed["message"]
-    assert message in said(children)
+    assert message in output_of(children)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import science
-from tiny_run import Place, events, said
+from tiny_run import Place, events, output_of
 
 from instar.tasks.basis import incomparable, task_files
 
@@ -70,13 +70,13 @@ def test_a_resume_after_an_edit_begins_anew_and_says_so(
     keys = ("task=edited:Task", "eval.eval_interval=2", "early_stopping.rules=[]")
     keys = (*keys, "test.at_end=false", "checkpoint.every_steps=2")
     children = place.train(run, *keys, "train.until=[4it]")
-    assert [child.finish() for child in children] == [0], said(children)
+    assert [child.finish() for child in children] == [0], output_of(children)
     children = place.resume(run, "--until", "6it")
-    assert [child.finish() for child in children] == [0], said(children)
+    assert [child.finish() for child in children] == [0], output_of(children)
     assert events(run, "begins_anew") == []
     (tmp_path / "scale.py").write_text("BY = 100\n")
     children = place.resume(run, "--until", "8it")
-    assert [child.finish() for child in children] == [0], said(children)
+    assert [child.finish() for child in children] == [0], output_of(children)
     (anew,) = events(run, "begins_anew")
     assert anew["reasons"] == ["the source of the task has changed"]
     assert events(run, "run_finished")[-1]["best_step"] == 8

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import figures
-from cases import shortened
+from cases import parametrize_first
 from config_variants import GROWN, VARIANTS, outcomes
 
 FEW = figures.times(1, len(GROWN))
@@ -28,7 +28,7 @@ def chosen(kind: str) -> Iterator[tuple[str, list[str]]]:
         yield name, (operations[at:] + operations[:at])[:FEW]
 
 
-@shortened("kind", VARIANTS, first=4)
+@parametrize_first("kind", VARIANTS, first=4)
 def test_each_variant_of_a_config_grows_as_its_label_says(kind: str, tmp_path: Path) -> None:
     wrong, tried = [], 0
     for name, operations in chosen(kind):

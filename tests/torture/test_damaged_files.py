@@ -11,7 +11,7 @@ from pathlib import Path
 
 import figures
 import pytest
-from tiny_run import STEPS, Place, codes, events, said
+from tiny_run import STEPS, Place, codes, events, output_of
 
 from instar.checkpoint.listing import latest_checkpoint, latest_intact, list_checkpoints
 from instar.checkpoint.manifest import CheckpointError
@@ -105,7 +105,7 @@ def whole(prepared: Path, forks: object, tmp_path_factory: pytest.TempPathFactor
     shutil.copytree(prepared, path, dirs_exist_ok=True)
     place = Place(path, forks)  # type: ignore[arg-type]
     ranks = place.train(path / "run", f"checkpoint.every_steps={EVERY}", ranks=2)
-    assert codes(ranks) == [0, 0], said(ranks)
+    assert codes(ranks) == [0, 0], output_of(ranks)
     names = [found.name for found in list_checkpoints(path / "run")]
     assert names == [f"step-{step}" for step in range(EVERY, STEPS + 1, EVERY)]
     return path / "run"

@@ -17,9 +17,9 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from cases import shortened
+from cases import parametrize_first
 from forks import INSTAR
-from tiny_run import Place, codes, events, said, weights
+from tiny_run import Place, codes, events, output_of, weights
 
 REPEATS = figures.times(1, 10)
 STEPS = figures.times(12, 24)
@@ -93,7 +93,7 @@ def last_steps(logs: Sequence[str]) -> set[int]:
 
 
 @pytest.mark.timeout(3600)
-@shortened("trouble", TROUBLES, first=1, ids=lambda trouble: trouble.source)
+@parametrize_first("trouble", TROUBLES, first=1, ids=lambda trouble: trouble.source)
 def test_a_source_that_fails_ends_all_ranks_with_its_own_words(
     place: Place, trouble: Trouble
 ) -> None:
@@ -111,9 +111,9 @@ def test_a_source_that_fails_ends_all_ranks_with_its_own_words(
         told = logs(run_dir, range(size))
         alike = last_steps(told) == {trouble.step - 1} and set(ended) == {4}
         if not alike or not all(re.search(trouble.says, log) for log in told):
-            unlike.append(f"W={size}: {ended}\n{said(ranks)}\n{told[-1]}")
+            unlike.append(f"W={size}: {ended}\n{output_of(ranks)}\n{told[-1]}")
         if complaints := unclear(ranks[0].output(), told, trouble):
-            untold.append(f"W={size}: {complaints}\n{said(ranks)}")
+            untold.append(f"W={size}: {complaints}\n{output_of(ranks)}")
         shutil.rmtree(run_dir)
     name = trouble.source.replace("_", "-")
     figures.write(
@@ -180,12 +180,12 @@ def test_a_damaged_file_is_named_by_all_ranks_or_before_they_start(place: Place,
         where = r"lane 2 \(documents-2.parquet\)"
         named = all("rank 0 failed" in log and re.search(where, log) for log in told)
         if set(ended) != {4} or not named or "Traceback" in ranks[0].output():
-            unlike.append(f"W={size}: {ended}\n{said(ranks)}\n{told[-1]}")
+            unlike.append(f"W={size}: {ended}\n{output_of(ranks)}\n{told[-1]}")
         shutil.rmtree(place.path / "stream")
         ranks = place.train(place.path / "never-made", *STREAM, ranks=size)
         ended, terminal = codes(ranks), ranks[0].output()
         if set(ended) != {2} or not re.search(where, terminal) or "Traceback" in terminal:
-            unlike.append(f"counted, W={size}: {ended}\n{said(ranks)}")
+            unlike.append(f"counted, W={size}: {ended}\n{output_of(ranks)}")
     what = f"a file with {how} in it: not named by all ranks"
     figures.write(f"stream-{how}", [figures.none_of(2 * len(sizes), what, unlike)])
 
@@ -199,14 +199,14 @@ def test_a_source_that_blocks_ends_all_ranks_at_the_limit(place: Place, name: st
     for size in sizes:
         run_dir = place.path / "run"
         ranks = place.train(run_dir, *source(name), *LIMITS, ranks=size)
-        assert ranks[0].wait_for(f"^{faulty.WAITING}"), said(ranks)
+        assert ranks[0].wait_for(f"^{faulty.WAITING}"), output_of(ranks)
         begun = time.monotonic()
         ended = codes(ranks)
         seconds.append(time.monotonic() - begun)
         named = r"rank 0 has not entered a collective \(the samples that rank 0[^)]*\) for \d+ s"
         told = logs(run_dir, range(size))
         if set(ended) != {4} or not all(re.search(named, text) for text in told):
-            unnamed.append(f"W={size}: {ended}\n{said(ranks)}\n{told[-1]}")
+            unnamed.append(f"W={size}: {ended}\n{output_of(ranks)}\n{told[-1]}")
         shutil.rmtree(run_dir)
     what = f"a source that {name.replace('_', ' ')}"
     figures.write(
@@ -234,7 +234,7 @@ def test_sigterm_while_a_source_blocks_saves_leaves_and_loses_nothing(place: Pla
             wanted[size] = undisturbed(place, size)
         run_dir = place.path / f"run-{number}"
         ranks = place.train(run_dir, *source(name), f"train.until=[{STEPS}it]", ranks=size)
-        assert ranks[0].wait_for(f"^{faulty.WAITING}"), said(ranks)
+        assert ranks[0].wait_for(f"^{faulty.WAITING}"), output_of(ranks)
         begun = time.monotonic()
         for rank in ranks:
             rank.signal(signal.SIGTERM)
@@ -242,12 +242,12 @@ def test_sigterm_while_a_source_blocks_saves_leaves_and_loses_nothing(place: Pla
         saves = [event["seconds"] for event in events(run_dir, "checkpoint")]
         seconds.append(time.monotonic() - begun - max(saves, default=0.0))
         told = logs(run_dir, range(size))
-        if set(ended) != {75} or len(last_steps(told)) != 1 or "Traceback" in said(ranks):
-            wrong.append(f"{name}, W={size}: {ended}\n{said(ranks)}")
+        if set(ended) != {75} or len(last_steps(told)) != 1 or "Traceback" in output_of(ranks):
+            wrong.append(f"{name}, W={size}: {ended}\n{output_of(ranks)}")
         (place.path / faulty.ANSWERS).touch()
         again = place.resume(run_dir, ranks=size)
         if set(codes(again)) != {0} or weights(run_dir, STEPS) != wanted[size]:
-            different.append(f"{name}, W={size}\n{said(again)}")
+            different.append(f"{name}, W={size}\n{output_of(again)}")
         (place.path / faulty.ANSWERS).unlink()
         shutil.rmtree(run_dir)
     figures.write(
@@ -267,7 +267,7 @@ def undisturbed(place: Place, size: int) -> dict[str, bytes]:
     run_dir = place.path / f"whole-{size}"
     settings = (*source("blocks"), f"train.until=[{STEPS}it]")
     ranks = place.train(run_dir, *settings, ranks=size)
-    assert set(codes(ranks)) == {0}, said(ranks)
+    assert set(codes(ranks)) == {0}, output_of(ranks)
     (place.path / faulty.ANSWERS).unlink()
     return weights(run_dir, STEPS)
 
@@ -295,7 +295,7 @@ def test_a_killed_rank_is_named_by_all_that_were_sent_samples(place: Place) -> N
         least = [re.search(named, told[0])] + [re.search(f"{named}|rank 0 ", log) for log in told]
         good = all(ended[rank] == 4 for rank in others)
         if not good or not all(least) or any("uncaught" in log for log in told):
-            unnamed.append(f"rank {victim} of {size}: {ended}\n{said(ranks)}\n{told[-1]}")
+            unnamed.append(f"rank {victim} of {size}: {ended}\n{output_of(ranks)}\n{told[-1]}")
         shutil.rmtree(run_dir)
     what = "SIGKILL of a rank that sends or receives samples"
     figures.write(

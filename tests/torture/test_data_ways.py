@@ -18,12 +18,12 @@ import figures
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from cases import shortened
+from cases import parametrize_first
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_run import Place, acknowledged, codes, events, said, weights
+from tiny_run import Place, acknowledged_step, codes, events, output_of, weights
 from ways import KINDS as EVERY_KIND
-from ways import Way, config, make_rows, rows_of, samples_of, taken, told
+from ways import Way, config, invariants, make_rows, rows_of, samples_of, take_steps
 
 from instar.data.text.streams.samples import DocumentStream, PackedStream
 
@@ -75,13 +75,13 @@ def run(place: Place, name: str, size: int, *settings: str) -> Path:
     """A whole run of so many ranks."""
     run_dir = place.path / name
     ranks = place.train(run_dir, *settings, ranks=size)
-    assert set(codes(ranks)) == {0}, said(ranks)
+    assert set(codes(ranks)) == {0}, output_of(ranks)
     return run_dir
 
 
 def final_weights(run_dir: Path) -> dict[str, bytes]:
     """At the step at which it ended."""
-    found = weights(run_dir, acknowledged(run_dir))
+    found = weights(run_dir, acknowledged_step(run_dir))
     assert found
     return found
 
@@ -91,7 +91,7 @@ def losses(run_dir: Path) -> list[float]:
 
 
 def samples(run_dir: Path) -> int:
-    state = run_dir / "checkpoints" / f"step-{acknowledged(run_dir)}" / "state.json"
+    state = run_dir / "checkpoints" / f"step-{acknowledged_step(run_dir)}" / "state.json"
     found: dict[str, Any] = json.loads(state.read_text())
     return int(_within(found, "progress")["samples"])
 
@@ -190,12 +190,12 @@ def test_a_stream_of_unknown_length_ends_where_two_epochs_end(data_place: Place)
     budget = "train.until=[2ep]"
     sent = run(data_place, "sent", 2, *STREAM, budget, "data.strategy=dispatched")
     again = data_place.path / "again"
-    cut = acknowledged(sent) - 4
+    cut = acknowledged_step(sent) - 4
     settings = *STREAM, "data.path=again-data", "data.strategy=dispatched", f"train.until=[{cut}it]"
     assert set(codes(data_place.train(again, *settings, ranks=2))) == {0}
     (data_place.path / "again-data" / "lanes.json").unlink()
     ranks = data_place.resume(again, "--until", "2ep", ranks=2)
-    assert set(codes(ranks)) == {0}, said(ranks)
+    assert set(codes(ranks)) == {0}, output_of(ranks)
     read = run(data_place, "read", 2, *STREAM, budget)
     counts = json.loads((data_place.path / "stream" / "lanes.json").read_text())["counts"]
     epoch = sum(-(-(count - 1) // 16) for count in counts)
@@ -225,7 +225,7 @@ def test_a_killed_run_goes_on_in_the_other_way(data_place: Place) -> None:
         one, other = chance.sample(STRATEGIES, 2)
         run_dir = data_place.path / f"parts-{number}"
         ranks = data_place.train(run_dir, *settings, f"data.strategy={one}", ranks=size)
-        ranks[0].wait_until(partial(acknowledged, run_dir))
+        ranks[0].wait_until(partial(acknowledged_step, run_dir))
         ranks[0].ended_within(chance.uniform(0.0, 0.5))
         for rank in ranks:
             rank.signal(signal.SIGKILL)
@@ -233,7 +233,7 @@ def test_a_killed_run_goes_on_in_the_other_way(data_place: Place) -> None:
         ranks = data_place.resume(run_dir, "--set", f"data.strategy={other}", ranks=after)
         what = f"{kind}, W={size} {one}, then W={after} {other}"
         if set(codes(ranks)) != {0} or samples(run_dir) != samples(undisturbed):
-            different.append(f"{what}\n{said(ranks)}")
+            different.append(f"{what}\n{output_of(ranks)}")
         elif after == size and not alike([run_dir, undisturbed]):
             different.append(what)
         elif last_losses(run_dir) != pytest.approx(last_losses(undisturbed), rel=1e-3):
@@ -282,7 +282,7 @@ CUT_PLANS = figures.times(3, 60)
 
 
 @pytest.mark.timeout(3600)
-@shortened("kind", EVERY_KIND, first=3)
+@parametrize_first("kind", EVERY_KIND, first=3)
 def test_whatever_the_cuts_it_is_the_sequence_of_the_undisturbed_run(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -292,7 +292,7 @@ def test_whatever_the_cuts_it_is_the_sequence_of_the_undisturbed_run(
     monkeypatch.setattr(DocumentStream, "spacing", 3)
     path = {} if "mixture" in EVERY_KIND[kind] else {"path": str(tmp_path / "data")}
     data = config(make_rows(tmp_path), kind, **path)
-    undisturbed = taken(data, Way(1), 120)  # more than any of the plans takes
+    undisturbed = take_steps(data, Way(1), 120)  # more than any of the plans takes
     sequence = [row for batches in undisturbed for row in rows_of(batches[0])]
     epoch = next(batches[0].plan.cursor for batches in undisturbed if batches[0].plan.epoch)
     strategies = (
@@ -314,11 +314,11 @@ def test_whatever_the_cuts_it_is_the_sequence_of_the_undisturbed_run(
         cursor = start
         for part in plan:
             sizes = part.batch_size * part.accumulation, part.batch_size
-            for batches in taken(data, part.way, part.steps, cursor, sizes):
+            for batches in take_steps(data, part.way, part.steps, cursor, sizes):
                 count = min(sizes[0], epoch - cursor % epoch)
                 wanted = sequence[cursor : cursor + count]
                 assert len(wanted) == count, "the undisturbed run is too short"
-                plan_of_all, *_ = told(batches)
+                plan_of_all, *_ = invariants(batches)
                 assert (plan_of_all.cursor, plan_of_all.count) == (cursor, count)
                 assert samples_of(batches) == Counter(wanted)
                 assert all(is_within(rows_of(batch), wanted) for batch in batches)

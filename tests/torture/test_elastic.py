@@ -12,7 +12,7 @@ import figures
 import pytest
 from failures import FAILING_STEP
 from forks import INSTAR
-from tiny_run import Place, codes, events, fingerprint, said
+from tiny_run import Place, codes, events, fingerprint, output_of
 
 STEPS = 36
 RANKS = (1, 2, 4)
@@ -128,7 +128,7 @@ def test_fixed_runs_are_alike_with_whole_models_and_with_shards(place: Place) ->
                 run_dir = place.path / f"{name}-{ranks}-{number}"
                 more = (*keys, f"optimizer.name={name}", "model.dropout=0.0", *strategy)
                 children = place.train(run_dir, *more, ranks=ranks)
-                assert set(codes(children)) == {0}, said(children)
+                assert set(codes(children)) == {0}, output_of(children)
                 losses.append([event["loss"] for event in events(run_dir, "train")])
                 assert len(losses[-1]) == steps
             apart = [abs(one - other) / one for one, other in zip(*losses, strict=True)]
@@ -148,7 +148,7 @@ def undisturbed(
 ) -> str:
     run_dir = place.path / f"whole-{ranks}"
     children = place.train(run_dir, *overrides, ranks=ranks, body=body)
-    assert set(codes(children)) == {0}, said(children)
+    assert set(codes(children)) == {0}, output_of(children)
     assert len(events(run_dir, "skip")) == skips
     found = fingerprint(run_dir, steps)
     shutil.rmtree(run_dir)
@@ -170,7 +170,7 @@ def changing(
             for child in children:
                 child.signal(signal.SIGTERM)
         code = set(codes(children))
-        assert code in ({0}, {75}), said(children)
+        assert code in ({0}, {75}), output_of(children)
         reached = events(run_dir, "train")[-1]["step"]
         if code == {0}:
             break

@@ -10,7 +10,7 @@ import figures
 import pytest
 import savers
 from forks import Forks
-from tiny_run import STEPS, Place, codes, events, said
+from tiny_run import STEPS, Place, codes, events, output_of
 
 TRIES = figures.times(6, 100)
 SIZE_BYTES = 4 * savers.ROWS * sum(savers.COMPONENTS.values())
@@ -73,7 +73,7 @@ def test_a_run_whose_disk_stays_full_ends_and_every_rank_names_the_cause(
     children = place.train(
         run_dir, "checkpoint.every_steps=5", ranks=ranks, body="failures:full_from_step_8"
     )
-    assert set(codes(children)) == {4}, said(children)
+    assert set(codes(children)) == {4}, output_of(children)
     assert "File too large" in children[0].output()
     for rank in range(ranks):
         log = (run_dir / "logs" / f"rank_{rank}.log").read_text()
@@ -83,7 +83,7 @@ def test_a_run_whose_disk_stays_full_ends_and_every_rank_names_the_cause(
     names = {path.name for path in (run_dir / "checkpoints").iterdir()}
     assert names <= {"latest", "best", "line", "step-5"}
     again = place.resume(run_dir, ranks=ranks)
-    assert set(codes(again)) == {0}, said(again)
+    assert set(codes(again)) == {0}, output_of(again)
 
 
 @pytest.mark.torture
@@ -93,7 +93,7 @@ def test_a_run_whose_disk_has_room_again_goes_on(place: Place, ranks: int) -> No
     run_dir = place.path / "run"
     saving = ("checkpoint.every_steps=5", "checkpoint.asynchronous=false")
     children = place.train(run_dir, *saving, ranks=ranks, body="failures:full_at_step_10")
-    assert set(codes(children)) == {0}, said(children)
+    assert set(codes(children)) == {0}, output_of(children)
     assert "File too large" in children[0].output()
     warnings = [event["message"] for event in events(run_dir, "warning")]
     assert any("File too large" in message for message in warnings)
@@ -115,7 +115,7 @@ def test_a_disk_that_is_full_for_one_of_two_parts_leaves_nothing(
     )
     body = "failures:rank_1_full_at_step_10"
     children = place.train(run_dir, *keys, ranks=2, body=body)
-    assert set(codes(children)) == {0}, said(children)
+    assert set(codes(children)) == {0}, output_of(children)
     (warning,) = (event["message"] for event in events(run_dir, "warning"))
     assert "rank 1" in warning
     assert "File too large" in warning
@@ -148,13 +148,13 @@ def test_a_record_that_cannot_be_written_for_long_stops_the_run_saved(
 ) -> None:
     run_dir = place.path / "run"
     children = place.train(run_dir, ranks=ranks, body="failures:full_until_given_up")
-    assert set(codes(children)) == {4}, said(children)
+    assert set(codes(children)) == {4}, output_of(children)
     assert "cannot write" in children[0].output()
     assert f"instar resume {run_dir}" in children[0].output()
     (saved,) = (run_dir / "checkpoints").glob("step-*")
     assert 8 <= int(saved.name.removeprefix("step-")) <= 10
     again = place.resume(run_dir, ranks=ranks)
-    assert set(codes(again)) == {0}, said(again)
+    assert set(codes(again)) == {0}, output_of(again)
     assert events(run_dir)[-1]["kind"] == "run_finished"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import figures
 import pytest
-from tiny_run import Place, codes, events, said, weights
+from tiny_run import Place, codes, events, output_of, weights
 
 RUNS = figures.times(1, 25)
 STEPS = figures.times(14, 24)
@@ -49,12 +49,12 @@ def interrupt_to_the_end(
         stop_at = reached + chance.randint(1, STEPS // 2)
         if stop_at >= STEPS - 2:
             ended = codes(ranks)
-            return times, "" if set(ended) == {0} else f"{ended}\n{said(ranks)}"
+            return times, "" if set(ended) == {0} else f"{ended}\n{output_of(ranks)}"
         ranks[0].wait_for(rf"^ *{stop_at} .*loss")
         for rank in ranks:
             rank.signal(signal.SIGINT, group=True)
         if set(ended := codes(ranks)) != {75}:
-            return times, f"interrupted after step {stop_at}: {ended}\n{said(ranks)}"
+            return times, f"interrupted after step {stop_at}: {ended}\n{output_of(ranks)}"
         times += 1
         reached = events(run_dir, "stop")[-1]["step"]
         ranks = place.resume(run_dir, ranks=size)

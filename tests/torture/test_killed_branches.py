@@ -12,7 +12,7 @@ from pathlib import Path
 import figures
 import pytest
 from forks import Child
-from tiny_run import STEPS, Place, codes, events, said, start, weights
+from tiny_run import STEPS, Place, codes, events, output_of, start, weights
 
 KILLS = figures.times(2, 50)
 EACH = 2
@@ -58,7 +58,7 @@ def test_every_member_of_a_killed_family_is_complete_once_and_as_without_kills(
         way = WAYS[number]
         if number not in undisturbed:
             ranks = start(place, place.path / "whole", way)
-            assert set(codes(ranks)) == {0}, said(ranks)
+            assert set(codes(ranks)) == {0}, output_of(ranks)
             undisturbed[number] = members(place.path / "whole")
             remove(place.path / "whole")
         run_dir = place.path / f"parts-{families}"
@@ -72,7 +72,7 @@ def test_every_member_of_a_killed_family_is_complete_once_and_as_without_kills(
                 ranks = start(place, run_dir, way)
         ended = codes(ranks)
         if set(ended) != {0} or members(run_dir) != undisturbed[number]:
-            different.append(f"{run_dir.name}, {way[0]} ranks: {ended}\n{said(ranks)}")
+            different.append(f"{run_dir.name}, {way[0]} ranks: {ended}\n{output_of(ranks)}")
         not_once += [f"{run_dir.name}: {what}" for what in not_complete_once(run_dir)]
         remove(run_dir)
     figures.write(

@@ -16,7 +16,7 @@ from tiny_run import (
     codes,
     events,
     go_on,
-    said,
+    output_of,
     start,
     weights,
     weights_of_undisturbed,
@@ -70,7 +70,9 @@ def test_a_run_killed_while_it_changes_ends_bit_for_bit_as_the_undisturbed_one(
         ranks = go_on(place, run_dir, way)
         ended = codes(ranks)
         if set(ended) != {0} or weights(run_dir) != undisturbed[way]:
-            different.append(f"{run_dir.name}, W={way[0]}, step {step}: {ended}\n{said(ranks)}")
+            different.append(
+                f"{run_dir.name}, W={way[0]}, step {step}: {ended}\n{output_of(ranks)}"
+            )
         elif (made := changes_of(place, run_dir.name)) != [c["name"] for c in SCHEDULE]:
             not_once.append(f"{run_dir.name}: {made}")
         shutil.rmtree(run_dir)

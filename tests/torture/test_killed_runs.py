@@ -18,7 +18,7 @@ from tiny_run import (
     codes,
     events,
     go_on,
-    said,
+    output_of,
     start,
     weights,
     weights_of_undisturbed,
@@ -60,7 +60,7 @@ def test_killed_runs_end_bit_for_bit_as_the_undisturbed_one(place: Place) -> Non
             ranks = go_on(place, run_dir, way)
         ended = codes(ranks)
         if set(ended) != {0} or weights(run_dir) != undisturbed[way]:
-            different.append(f"{run_dir.name}, W={size}: {ended}\n{said(ranks)}")
+            different.append(f"{run_dir.name}, W={size}: {ended}\n{output_of(ranks)}")
         lost += [f"{run_dir.name}: {what}" for what in lost_saves(run_dir)]
         shutil.rmtree(run_dir)
     assert kills >= RUNS // 2

@@ -15,8 +15,8 @@ import figures
 import pytest
 import science
 from forks import LIMIT_S, Child, Forks, children_as_ranks
-from science import MOMENTS, evaluations, pointed, result
-from tiny_run import Place, codes, events, said
+from science import MOMENTS, evaluations, pointer_target, result
+from tiny_run import Place, codes, events, output_of
 
 WAIT_S = 10.0
 """for a rank that has not come yet: these have no launcher that would end them"""
@@ -63,11 +63,11 @@ def go_on(place: Place, run_dir: Path, size: int, *, again: bool) -> list[Child]
 def end(run_dir: Path) -> dict[str, Any]:
     """All that must be as if nothing had been."""
     stop = events(run_dir, "stop")[-1]
-    latest, best = pointed(run_dir, "latest"), pointed(run_dir, "best")
+    latest, best = pointer_target(run_dir, "latest"), pointer_target(run_dir, "best")
     return {
         "stop": (stop["step"], stop["reason"], stop["resumable"]),
         "metrics": dict(evaluations(run_dir)),
-        "best": (step_of(best), step_of(pointed(run_dir, "best-accuracy"))),
+        "best": (step_of(best), step_of(pointer_target(run_dir, "best-accuracy"))),
         "weights": [_weights(run_dir, name) for name in (latest, best)],
         "test": result(run_dir),
         "files": sorted(file.name for file in (run_dir / "test").iterdir()),
@@ -95,7 +95,7 @@ def undisturbed(
     def train(size: int) -> dict[str, Any]:
         run_dir = place.path / f"whole-{size}"
         ranks = begin(place, run_dir, size)
-        assert set(codes(ranks)) == {0}, said(ranks)
+        assert set(codes(ranks)) == {0}, output_of(ranks)
         found = end(run_dir)
         assert found["stop"][0] < 60
         assert found["best"][0] < found["stop"][0]
@@ -126,10 +126,10 @@ def test_a_run_killed_around_its_end_comes_to_the_same_end(
         for rank in ranks:
             rank.finish(ALONE_S)
         if struck != -signal.SIGKILL:
-            spared.append(f"{what}: {struck}\n{said(ranks)}")
+            spared.append(f"{what}: {struck}\n{output_of(ranks)}")
         ranks = go_on(place, run_dir, size, again=number % 3 == 0)
         if set(codes(ranks)) != {0}:
-            different.append(f"{what}: {said(ranks)}")
+            different.append(f"{what}: {output_of(ranks)}")
         else:
             found = end(run_dir)
             wanted = undisturbed(size)
@@ -157,7 +157,7 @@ def test_a_run_that_ended_at_a_loss_and_died_in_its_test_is_still_at_its_end(
     assert codes(ranks) == [-signal.SIGKILL]
     rows = evaluations(run_dir)
     again = place.resume(run_dir)
-    assert codes(again) == [0], said(again)
+    assert codes(again) == [0], output_of(again)
     assert evaluations(run_dir) == rows
     (stop,) = events(run_dir, "stop")
     assert (stop["step"], stop["reason"]) == (rows[-1][0], "reached loss<0.535")
@@ -174,10 +174,10 @@ def test_sigterm_in_the_test_ends_it_and_it_is_made_again(
     run_dir = place.path / "parts"
     moment = "a micro-batch of the test"
     ranks = begin(place, run_dir, size, moment, 2, told, signal.SIGTERM)
-    assert codes(ranks) == [75] * size, said(ranks)
+    assert codes(ranks) == [75] * size, output_of(ranks)
     assert "resume with: instar resume" in ranks[0].output()
     assert events(run_dir, "stop")[-1]["resumable"]
     assert not (run_dir / "test" / "result.json").exists()
     again = place.resume(run_dir, ranks=size)
-    assert set(codes(again)) == {0}, said(again)
+    assert set(codes(again)) == {0}, output_of(again)
     assert end(run_dir) == undisturbed(size)

@@ -18,7 +18,7 @@ from typing import Any
 import figures
 import pytest
 from forks import Child
-from tiny_run import Place, acknowledged, codes, course, events, fingerprint, said
+from tiny_run import Place, acknowledged_step, codes, course, events, fingerprint, output_of
 
 from instar.checkpoint.store import Checkpoint, load_checkpoint
 from instar.record.control import Post, send_post
@@ -113,7 +113,7 @@ def test_what_is_asked_for_is_carried_out_once_as_if_the_schedule_had_said_it(pl
         run_dir, scheduled = place.path / f"live-{runs}", place.path / f"scheduled-{runs}"
         sent, killed, ranks = live_run(place, run_dir, runs, chance)
         if set(ended := codes(ranks)) != {0}:
-            wrong.append(f"{run_dir.name}: {ended}\n{said(ranks)}")
+            wrong.append(f"{run_dir.name}: {ended}\n{output_of(ranks)}")
         else:
             checkpoint = load_checkpoint(run_dir / "checkpoints" / f"step-{STEPS}")
             wrong += [f"{run_dir.name}: {what}" for what in not_once(run_dir, checkpoint, sent)]
@@ -149,7 +149,7 @@ def live_run(
     where = ("--set", f"record.run_dir={run_dir}", "--set", f"schedule={json.dumps(SCHEDULE)}")
     words = ("train", "run.yaml", *where, *sets, *launcher)
     ranks = place.instar(*words, ranks=1 if is_launched else size)
-    ranks[0].wait_until(lambda: acknowledged(run_dir))
+    ranks[0].wait_until(lambda: acknowledged_step(run_dir))
     sent, kills = list[Sent](), 0
     for deaths_left in range(chance.choice((1, 1, 2)), -1, -1):
         for _ in range(chance.randint(2, 3)):

@@ -16,7 +16,7 @@ import torch
 from forks import Forks
 from safetensors.torch import load_file
 from states import STEPS
-from tiny_run import Place, codes, events, said, weights
+from tiny_run import Place, codes, events, output_of, weights
 
 from instar.data.split import divide_samples
 
@@ -33,7 +33,7 @@ def place(forks: Forks, tmp_path: Path) -> Place:
 def undisturbed(place: Place, kind: str, *settings: str, ranks: int = 1) -> dict[str, Any]:
     run_dir = place.path / "whole"
     children = place.train(run_dir, f"model.kind={kind}", *settings, ranks=ranks)
-    assert codes(children) == [0] * ranks, said(children)
+    assert codes(children) == [0] * ranks, output_of(children)
     return left(run_dir)
 
 
@@ -41,10 +41,10 @@ def resumed(place: Place, kind: str, *settings: str, ranks: int = 1, at: int = 7
     run_dir = place.path / "parts"
     settings = (f"model.kind={kind}", *settings, f"train.until=[{at}it]", "test.at_end=false")
     children = place.train(run_dir, *settings, ranks=ranks)
-    assert codes(children) == [0] * ranks, said(children)
+    assert codes(children) == [0] * ranks, output_of(children)
     words = ("--until", f"{STEPS}it", "--set", "test.at_end=true")
     children = place.resume(run_dir, *words, ranks=ranks)
-    assert codes(children) == [0] * ranks, said(children)
+    assert codes(children) == [0] * ranks, output_of(children)
     return left(run_dir)
 
 
@@ -90,7 +90,7 @@ def is_resumed_exactly_on_shards_or_refused(place: Place, kind: str) -> bool:
     children = place.train(place.path / "whole", f"model.kind={kind}", *shards, ranks=2)
     return (
         codes(children) == [2, 2]
-        and refused in said(children)
+        and refused in output_of(children)
         and not (place.path / "whole").exists()
     )
 
@@ -225,6 +225,6 @@ def test_what_no_checkpoint_can_hold_is_refused_before_anything_is_made(
     place: Place, kind: str
 ) -> None:
     children = place.train(place.path / "run", f"model.kind={kind}")
-    assert codes(children) == [2], said(children)
-    assert states.REFUSED[kind][1] in said(children)
+    assert codes(children) == [2], output_of(children)
+    assert states.REFUSED[kind][1] in output_of(children)
     assert not (place.path / "run").exists()

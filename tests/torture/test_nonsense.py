@@ -17,7 +17,7 @@ import savers
 import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_run import Place, codes, said
+from tiny_run import Place, codes, output_of
 
 from instar.checkpoint.listing import latest_checkpoint, latest_intact, list_checkpoints
 from instar.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, encode_json, file_entry
@@ -190,7 +190,7 @@ def test_resume_refuses_a_state_that_says_nonsense(place: Place) -> None:
     """Whole by its checksums, and still no state of a run."""
     whole, run_dir, chance = place.path / "whole", place.path / "run", random.Random(0)
     ranks = place.train(whole, "train.until=[4it]")
-    assert codes(ranks) == [0], said(ranks)
+    assert codes(ranks) == [0], output_of(ranks)
     state = json.loads((whole / "checkpoints" / "step-4" / "state.json").read_bytes())
     refused, untyped = 0, []
     # what is looked at before the state is restored

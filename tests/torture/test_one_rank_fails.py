@@ -10,9 +10,9 @@ from pathlib import Path
 
 import figures
 import pytest
-from cases import shortened
+from cases import parametrize_first
 from failures import FAILING_STEP
-from tiny_run import Place, codes, events, said
+from tiny_run import Place, codes, events, output_of
 
 WORLDS = (2, 4)[: figures.times(1, 2)]
 REPEATS = figures.times(1, 5)
@@ -44,7 +44,7 @@ TROUBLES = {
 
 
 @pytest.mark.timeout(1800)
-@shortened("what", TROUBLES, first=2)
+@parametrize_first("what", TROUBLES, first=2)
 def test_one_ranks_trouble_ends_all_alike(place: Place, what: str) -> None:
     trouble, unlike, seconds = TROUBLES[what], [], []
     sizes = WORLDS * REPEATS
@@ -59,7 +59,7 @@ def test_one_ranks_trouble_ends_all_alike(place: Place, what: str) -> None:
         ended = codes(ranks)
         seconds.append(time.monotonic() - begun)
         if set(ended) != {trouble.code} or not alike(run_dir, size, trouble.says):
-            unlike.append(f"W={size}: {ended}\n{said(ranks)}")
+            unlike.append(f"W={size}: {ended}\n{output_of(ranks)}")
         shutil.rmtree(run_dir)
     figures.write(
         f"one-rank-{trouble.body.removeprefix('rank_1_').replace('_', '-')}",
@@ -93,6 +93,6 @@ def curve_with_a_skip(place: Place, size: int) -> list[float]:
     body = "failures:last_rank_has_nan_once"
     keys = ("model.dropout=0.0", f"train.until=[{STEPS}it]")
     ranks = place.train(run_dir, *keys, ranks=size, body=body)
-    assert set(codes(ranks)) == {0}, said(ranks)
+    assert set(codes(ranks)) == {0}, output_of(ranks)
     assert [event["step"] for event in events(run_dir, "skip")] == [FAILING_STEP]
     return [float(event["loss"]) for event in events(run_dir, "train")]

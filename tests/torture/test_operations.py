@@ -11,7 +11,7 @@ import signal
 
 import figures
 import pytest
-from tiny_run import Place, codes, course, fingerprint, go_on, said, start
+from tiny_run import Place, codes, course, fingerprint, go_on, output_of, start
 
 from instar.checkpoint.store import load_checkpoint
 
@@ -86,7 +86,7 @@ def test_operations_are_carried_out_alike_by_any_ranks_and_through_kills(place: 
     for reproducible in dict.fromkeys(way[2] for way in ways):
         whole = place.path / f"whole-{reproducible}"
         ranks = start(place, whole, (1, settings(place, "ddp", reproducible)))
-        assert codes(ranks) == [0], said(ranks)
+        assert codes(ranks) == [0], output_of(ranks)
         losses = [event["loss"] for event in course(whole, "train")]
         for size, strategy, _ in (way for way in ways if way[2] == reproducible):
             name = f"{size} × {strategy} {reproducible}"
@@ -101,7 +101,7 @@ def test_operations_are_carried_out_alike_by_any_ranks_and_through_kills(place: 
                 kills += 1
                 ranks = go_on(place, run_dir, way)
             if set(ended := codes(ranks)) != {0}:
-                other_history.append(f"{name}: ended {ended}\n{said(ranks)[-2000:]}")
+                other_history.append(f"{name}: ended {ended}\n{output_of(ranks)[-2000:]}")
                 continue
             history = load_checkpoint(run_dir / "checkpoints" / f"step-{STEPS}").manifest.history
             done = [(c["operation"]["name"], c["step"], c["skipped"]) for c in history]

@@ -18,7 +18,7 @@ from feeds import Numbers, local_feed
 from forks import Child
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_run import Place, codes, said
+from tiny_run import Place, codes, output_of
 
 from instar.data.loader import StepBatch
 from instar.data.order import Order, make_order, plan_step
@@ -126,8 +126,8 @@ AT_ONCE = 0
 @pytest.mark.timeout(3600)
 def test_real_ranks_take_every_sample_as_often_as_they_should(place: Place) -> None:
     whole = place.path / "whole"
-    ranks = place.train(whole, *OVERRIDES, f"train.until=[{LAST}it]", body="taken:told")
-    assert codes(ranks) == [0], said(ranks)
+    ranks = place.train(whole, *OVERRIDES, f"train.until=[{LAST}it]", body="taken:report_samples")
+    assert codes(ranks) == [0], output_of(ranks)
     steps = taken_by(ranks)
     ends = [
         at
@@ -168,16 +168,16 @@ def stage(place: Place, run_dir: Path, size: int, until: int) -> list[Child]:
     """Begin or go on with so many ranks until a step."""
     budget = f"{until or LAST}it"
     if run_dir.exists():
-        ranks = place.resume(run_dir, "--until", budget, ranks=size, body="taken:told")
+        ranks = place.resume(run_dir, "--until", budget, ranks=size, body="taken:report_samples")
     else:
         overrides = (*OVERRIDES, f"train.until=[{budget}]", f"learning_rate.lr_decay_iters={LAST}")
-        ranks = place.train(run_dir, *overrides, ranks=size, body="taken:told")
+        ranks = place.train(run_dir, *overrides, ranks=size, body="taken:report_samples")
     if until == AT_ONCE:
         ranks[0].wait_for(r"^run ")
         for rank in ranks:
             rank.signal(signal.SIGTERM)
     ended = set(codes(ranks))
-    assert ended == {75 if until == AT_ONCE else 0}, said(ranks)
+    assert ended == {75 if until == AT_ONCE else 0}, output_of(ranks)
     return ranks
 
 

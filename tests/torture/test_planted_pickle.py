@@ -13,7 +13,7 @@ from pathlib import Path
 import figures
 import pytest
 import torch
-from tiny_run import Place, codes, said
+from tiny_run import Place, codes, output_of
 
 from instar.checkpoint.listing import latest_checkpoint
 from instar.checkpoint.manifest import CheckpointError, Manifest, encode_manifest, file_entry
@@ -65,7 +65,7 @@ def whole(prepared: Path, forks: object, tmp_path_factory: pytest.TempPathFactor
     shutil.copytree(prepared, path, dirs_exist_ok=True)
     place = Place(path, forks)  # type: ignore[arg-type]
     ranks = place.train(path / "run", "train.until=[4it]", ranks=2)
-    assert codes(ranks) == [0, 0], said(ranks)
+    assert codes(ranks) == [0, 0], output_of(ranks)
     return path
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import figures
 import pytest
-from tiny_run import Place, acknowledged, codes, events, said
+from tiny_run import Place, acknowledged_step, codes, events, output_of
 from two_hosts import Host, Started, Wire, two_hosts
 
 from instar.checkpoint.store import load_checkpoint
@@ -123,10 +123,10 @@ def saved(run_dir: Path, step: int) -> dict[str, object]:
 
 def differs_after_resume(place: Place, run_dir: Path, ranks: int) -> str:
     """Resume on one host, train three more steps, and compare with a run on one rank; "": equal."""
-    until = acknowledged(run_dir) + 3
+    until = acknowledged_step(run_dir) + 3
     whole_models = "--set parallel.strategy=ddp --set parallel.fsdp.shards=null"
     children = place.resume(run_dir, "--until", f"{until}it", *whole_models.split(), ranks=ranks)
-    assert set(codes(children)) == {0}, said(children)
+    assert set(codes(children)) == {0}, output_of(children)
     return differs(place, run_dir, until)
 
 
@@ -134,7 +134,7 @@ def differs(place: Place, run_dir: Path, until: int) -> str:
     whole = place.path / "whole"
     shutil.rmtree(whole, ignore_errors=True)
     children = place.train(whole, *KEYS, f"train.until=[{until}it]")
-    assert set(codes(children)) == {0}, said(children)
+    assert set(codes(children)) == {0}, output_of(children)
     return "" if saved(run_dir, until) == saved(whole, until) else f"step {until} differs"
 
 

@@ -10,7 +10,7 @@ import figures
 import pytest
 import xxhash
 from forks import INSTAR
-from tiny_run import Place, codes, events, said
+from tiny_run import Place, codes, events, output_of
 
 from instar.checkpoint.listing import list_checkpoints
 from instar.checkpoint.store import load_checkpoint
@@ -52,7 +52,7 @@ def test_any_strategy_loads_what_any_other_has_saved(place: Place) -> None:
     run_dir = place.path / "run"
     keys, ranks = KINDS[order[0]]
     children = place.train(run_dir, *ELASTIC, *keys, "train.until=[1it]", ranks=ranks)
-    assert set(codes(children)) == {0}, said(children)
+    assert set(codes(children)) == {0}, output_of(children)
     differing = []
     for step, (before, name) in enumerate(pairwise(order), start=1):
         keys, ranks = KINDS[name]
@@ -60,7 +60,7 @@ def test_any_strategy_loads_what_any_other_has_saved(place: Place) -> None:
         saved = digests(list_checkpoints(run_dir)[-1])
         body = "failures:saves_what_it_loaded"
         again = place.resume(run_dir, "--until", f"{step + 1}it", *words, ranks=ranks, body=body)
-        assert set(codes(again)) == {0}, said(again)
+        assert set(codes(again)) == {0}, output_of(again)
         loaded = [
             path for path in list_checkpoints(run_dir) if path.name.startswith(f"step-{step}")
         ]
@@ -70,7 +70,7 @@ def test_any_strategy_loads_what_any_other_has_saved(place: Place) -> None:
     alone = place.path / "alone"
     keys, ranks = KINDS["one process"]
     children = place.train(alone, *ELASTIC, *keys, f"train.until=[{steps}it]", body=INSTAR)
-    assert set(codes(children)) == {0}, said(children)
+    assert set(codes(children)) == {0}, output_of(children)
     ends = {digests(list_checkpoints(each)[-1]) for each in (run_dir, alone)}
     losses = [[event["loss"] for event in events(each, "train")] for each in (run_dir, alone)]
     figures.write(

@@ -11,7 +11,7 @@ import figures
 import pytest
 import torch
 from forks import Forks
-from tiny_run import Place, codes, events, said
+from tiny_run import Place, codes, events, output_of
 from torch import Tensor
 
 from instar.checkpoint.store import load_checkpoint
@@ -56,7 +56,7 @@ HSDP = ("parallel.strategy=hsdp", "parallel.fsdp.shards=2")
 def trained(place: Place, name: str, *keys: str, ranks: int) -> Path:
     run_dir = place.path / name
     children = place.train(run_dir, *SETTINGS, *keys, ranks=ranks)
-    assert set(codes(children)) == {0}, said(children)
+    assert set(codes(children)) == {0}, output_of(children)
     return run_dir
 
 

@@ -15,7 +15,7 @@ import figures
 import pytest
 from forks import INSTAR, Child
 from started import INSTALLED, start_instar
-from tiny_run import STEPS, Place, codes, events, said, weights
+from tiny_run import STEPS, Place, codes, events, output_of, weights
 
 TIMES = figures.times(5, 50)
 TO_GROUP = (True, False)[: figures.times(1, 2)]
@@ -100,13 +100,13 @@ def test_sigterm_saves_leaves_and_loses_nothing(place: Place) -> None:
         ended = codes_or_killed(run.ranks)
         seconds.append(time.monotonic() - begun - allowed(run_dir))
         if set(ended) != {75}:
-            wrong_code.append(f"{what}: {ended}\n{said(run.ranks)}")
+            wrong_code.append(f"{what}: {ended}\n{output_of(run.ranks)}")
         stopped = events(run_dir, "stop")
         if not stopped or events(run_dir, "checkpoint")[-1]["step"] != stopped[-1]["step"]:
             unsaved.append(what)
         again = place.resume(run_dir, ranks=size)
         if set(codes(again)) != {0} or weights(run_dir) != wanted[size]:
-            different.append(f"{what}\n{said(again)}")
+            different.append(f"{what}\n{output_of(again)}")
         shutil.rmtree(run_dir)
     figures.write(
         "sigterm",
@@ -122,7 +122,7 @@ def test_sigterm_saves_leaves_and_loses_nothing(place: Place) -> None:
 def weights_of_undisturbed(place: Place, size: int) -> dict[str, bytes]:
     run_dir = place.path / f"whole-{size}"
     ranks = place.train(run_dir, SAVES, ranks=size)
-    assert set(codes(ranks)) == {0}, said(ranks)
+    assert set(codes(ranks)) == {0}, output_of(ranks)
     return weights(run_dir)
 
 
@@ -186,7 +186,7 @@ def test_a_second_sigterm_while_the_stop_is_saved_changes_nothing(place: Place, 
     children[0].wait_for(r"^ +3 .*loss")
     for child in children:
         child.signal(signal.SIGTERM)
-    assert codes(children) == [75] * ranks, said(children)
+    assert codes(children) == [75] * ranks, output_of(children)
     assert events(run_dir, "checkpoint")[-1]["step"] == events(run_dir, "stop")[-1]["step"]
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from records import make_run
-from shown_runs import START, place, started, steps, told_run, write
+from shown_runs import START, place, start_event, steps, told_run, write
 
 from instar.extensions.board.curves import SIGNIFICANT_FIGURES, _round_values, chart_data
 from instar.extensions.board.sections import page_sections
@@ -52,7 +52,7 @@ def test_a_value_that_is_not_finite_is_a_gap(tmp_path: Path) -> None:
     lines = [
         (Train(loss=loss, **place(n)), 1) for n, loss in enumerate([2.0, math.nan, math.inf, 1.0])
     ]
-    data = chart_data(read_record(write(tmp_path / "gap", [(started(), 1), *lines])))
+    data = chart_data(read_record(write(tmp_path / "gap", [(start_event(), 1), *lines])))
     assert data["series"]["loss"]["value"] == [2.0, None, None, 1.0]
 
 
@@ -81,7 +81,7 @@ def test_what_was_asked_for_says_by_whom_and_what_became_of_it(tmp_path: Path) -
         reason="no such tensor",
         **place(3),
     )
-    record = read_record(write(tmp_path / "asked", [(started(), 1), *steps(1, 3), (asked, 1)]))
+    record = read_record(write(tmp_path / "asked", [(start_event(), 1), *steps(1, 3), (asked, 1)]))
     (mark,) = chart_data(record)["marks"]
     assert (mark["kind"], mark["sign"], mark["name"]) == ("asked", "asked", "")
     assert (mark["title"], mark["text"]) == ("freeze refused", "asked for by ann\nno such tensor")
@@ -107,14 +107,14 @@ def test_metrics_can_be_chosen(tmp_path: Path) -> None:
 
 def test_names_that_are_not_unicode_are_escaped(tmp_path: Path) -> None:
     strange = tmp_path / "strange-\udcff"
-    data = chart_data(read_record(write(strange, [(started(), 1), *steps(1, 3)])))
+    data = chart_data(read_record(write(strange, [(start_event(), 1), *steps(1, 3)])))
     assert "\\udcff" in data["name"]
     msgspec.json.encode(data)
 
 
 def test_an_operation_without_a_change_has_its_value_for_a_title(tmp_path: Path) -> None:
     lines = [
-        (started(), 1),
+        (start_event(), 1),
         *steps(1, 3),
         (OperationEvent(name="set_lr", value=0.5, **place(3)), 1),
     ]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from recorded import make_run
-from scenes import begun, crash, plain, write
+from scenes import crash, plain, start_event, write
 
 from instar.extensions.board.ending import MAX_LINES, run_failure
 from instar.logs.read.record import read_record
@@ -49,7 +49,7 @@ def test_sentences_of_ranks_are_taken_apart(
     tmp_path: Path, message: str, kind: str, rest: str
 ) -> None:
     failed = Failed(message=message, rank=3, step=1200)
-    run = write(tmp_path, "run-aaaaa", iter([(begun(), 1), (failed, 1)]), "")
+    run = write(tmp_path, "run-aaaaa", iter([(start_event(), 1), (failed, 1)]), "")
 
     failure = run_failure(read_record(run))
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 from browser import chromium
-from cases import shortened
-from dashboards import served
-from opened import drawn, opened
+from cases import parametrize_first
+from dashboards import serve_dashboard
+from opened import open_dashboard, wait_for_frame
 from playwright.sync_api import Browser, Page, expect
 from scenes import SCENES
 
@@ -83,11 +83,11 @@ def settled(page: Page, runs: int) -> None:
     expect(page.locator("#view")).not_to_be_empty()
     expect(page.locator("#view .reading")).to_have_count(0)
     expect(page.locator("#view .none:visible", has_text="reading")).to_have_count(0)
-    drawn(page)
-    drawn(page)
+    wait_for_frame(page)
+    wait_for_frame(page)
 
 
-@shortened("scene", SCENES, first=2)
+@parametrize_first("scene", SCENES, first=2)
 def test_no_text_is_cut_or_covered(browser: Browser, tmp_path: Path, scene: str) -> None:
     SCENES[scene](tmp_path)
     runs = runs_in(tmp_path)
@@ -96,10 +96,10 @@ def test_no_text_is_cut_or_covered(browser: Browser, tmp_path: Path, scene: str)
         note = "The best so far, but its batch is too small to be compared with the others."
         change_labels(runs[:3], lambda _: RunLabels(("baseline", "learning-rate-sweep"), note))
     found = list[str]()
-    with served(tmp_path) as address:
+    with serve_dashboard(tmp_path) as address:
         for width, height in (DESK, PHONE):
             how = {"width": width, "height": height, "scheme": "dark" if width < 500 else "light"}
-            with opened(browser, address, f"runs={several}", **how) as seen:
+            with open_dashboard(browser, address, f"runs={several}", **how) as seen:
                 for tab in SHOWN[scene]:
                     if tab != "curves":
                         seen.page.locator(f"#tab-{tab}").click()
@@ -112,8 +112,10 @@ def test_no_text_is_cut_or_covered(browser: Browser, tmp_path: Path, scene: str)
 def test_marks_have_names_in_the_colours_of_their_runs(browser: Browser, tmp_path: Path) -> None:
     SCENES["two"](tmp_path)
     with (
-        served(tmp_path) as address,
-        opened(browser, address, "runs=demo-aaaaa,demo-bbbbb", width=1400, height=900) as seen,
+        serve_dashboard(tmp_path) as address,
+        open_dashboard(
+            browser, address, "runs=demo-aaaaa,demo-bbbbb", width=1400, height=900
+        ) as seen,
     ):
         page = seen.page
         settled(page, 2)
@@ -134,7 +136,7 @@ def test_marks_have_names_in_the_colours_of_their_runs(browser: Browser, tmp_pat
 
 def test_a_crashed_run_says_why_wherever_it_is_looked_at(browser: Browser, tmp_path: Path) -> None:
     SCENES["crashed"](tmp_path)
-    with served(tmp_path) as address, opened(browser, address) as seen:
+    with serve_dashboard(tmp_path) as address, open_dashboard(browser, address) as seen:
         told = seen.page.locator("#failure")
         expect(told).to_contain_text("OutOfMemoryError on rank 1 at step 150")
         expect(told.locator("pre")).to_contain_text("logits = self.head(x)")
@@ -147,8 +149,8 @@ def test_runs_are_a_table_with_columns_of_ones_choice(browser: Browser, tmp_path
     SCENES["eight"](tmp_path)
     keys = sorted(run.path.name for run in runs_in(tmp_path))
     with (
-        served(tmp_path) as address,
-        opened(browser, address, f"tab=overview&runs={','.join(keys)}", width=1400) as seen,
+        serve_dashboard(tmp_path) as address,
+        open_dashboard(browser, address, f"tab=overview&runs={','.join(keys)}", width=1400) as seen,
     ):
         page = seen.page
         table = page.locator("table.runs")
@@ -174,7 +176,10 @@ def test_runs_are_a_table_with_columns_of_ones_choice(browser: Browser, tmp_path
 def test_labels_are_shown_filtered_and_followed(browser: Browser, tmp_path: Path) -> None:
     SCENES["two"](tmp_path)
     runs = {run.path.name: run for run in runs_in(tmp_path)}
-    with served(tmp_path) as address, opened(browser, address, "runs=demo-aaaaa") as seen:
+    with (
+        serve_dashboard(tmp_path) as address,
+        open_dashboard(browser, address, "runs=demo-aaaaa") as seen,
+    ):
         page = seen.page
         expect(page.locator("#runs li")).to_have_count(2)
         change_labels([runs["demo-aaaaa"]], lambda _: RunLabels(("paper",), "<b>the</b> best"))
@@ -191,7 +196,10 @@ def test_labels_are_shown_filtered_and_followed(browser: Browser, tmp_path: Path
 
 def test_a_bookmark_to_a_run_that_is_gone_says_so(browser: Browser, tmp_path: Path) -> None:
     SCENES["one"](tmp_path)
-    with served(tmp_path) as address, opened(browser, address, "runs=demo-zzzzz") as seen:
+    with (
+        serve_dashboard(tmp_path) as address,
+        open_dashboard(browser, address, "runs=demo-zzzzz") as seen,
+    ):
         view = seen.page.locator("#view")
         expect(view).to_contain_text("demo-zzzzz: not in this folder")
         view.get_by_role("link").click()
@@ -199,6 +207,6 @@ def test_a_bookmark_to_a_run_that_is_gone_says_so(browser: Browser, tmp_path: Pa
 
 
 def test_an_empty_folder_says_what_to_type(browser: Browser, tmp_path: Path) -> None:
-    with served(tmp_path) as address, opened(browser, address) as seen:
+    with serve_dashboard(tmp_path) as address, open_dashboard(browser, address) as seen:
         expect(seen.page.locator("#view code").first).to_have_text("instar demo")
         expect(seen.page.get_by_role("button", name="Copy instar demo")).to_be_visible()

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from browser import Watched, chromium, watched
-from drawn import evaluated, falling, read_run, train
-from opened import drawn
+from browser import Watched, chromium, watch_page
+from drawn import eval_event, falling, read_run, train
+from opened import wait_for_frame
 from playwright.sync_api import expect
 
 from instar.extensions.board.curves import chart_data
@@ -26,7 +26,7 @@ MEAN = """([runs, metric, axis, weight]) => {
 
 @pytest.fixture(scope="module")
 def seen() -> Iterator[Watched]:
-    with chromium() as browser, watched(browser) as found:
+    with chromium() as browser, watch_page(browser) as found:
         yield found
 
 
@@ -39,7 +39,7 @@ def opened(seen: Watched, path: Path, text: str) -> None:
     file.write_text(text)
     seen.page.goto(file.as_uri())
     seen.page.wait_for_selector(".chart canvas")
-    drawn(seen.page)
+    wait_for_frame(seen.page)
 
 
 def on_page(seen: Watched, records: Sequence[RunRecord], points: int, *how: Any) -> Any:
@@ -61,7 +61,7 @@ def test_a_page_draws_the_mean_and_band_of_the_command_line(seen: Watched, tmp_p
             tmp_path / str(seed),
             [
                 *(train(n, rng.normal(3, 0.2), wall_s=n * pace) for n in range(1, last, every)),
-                *([evaluated(last, 2.5 + seed)] if seed else []),
+                *([eval_event(last, 2.5 + seed)] if seed else []),
             ],
             config(seed),
         )
@@ -125,7 +125,7 @@ def test_a_report_shows_runs_or_means_with_their_operations(seen: Watched, tmp_p
     marked = panel.locator(".ic-mark.ic-operation").count()
     alone = page.evaluate("document.querySelector('canvas').toDataURL()")
     switch.select_option("mean and band")
-    drawn(page)
+    wait_for_frame(page)
     losses = [text for text in keys.all_inner_texts() if not text.endswith("val/loss")]
     assert losses == [
         "rates lr=0.1 (3 seeds) loss",
@@ -136,18 +136,18 @@ def test_a_report_shows_runs_or_means_with_their_operations(seen: Watched, tmp_p
     assert means != alone
     assert panel.locator(".ic-mark.ic-operation").count() == marked > 0
     page.get_by_label("Over", exact=True).select_option("tokens")
-    drawn(page)
+    wait_for_frame(page)
     panel.locator(".u-over").hover()
     tip = panel.locator(".ic-tip")
     expect(tip).to_contain_text("tokens")
     assert sum(" ± " in text for text in tip.locator("b").all_inner_texts()) == 4
     keys.first.click()
-    drawn(page)
+    wait_for_frame(page)
     expect(keys.first).to_have_attribute("aria-pressed", "false")
     page.mouse.move(0, 0)
     switch.select_option("runs")
     page.get_by_label("Over", exact=True).select_option("step")
-    drawn(page)
+    wait_for_frame(page)
     assert page.evaluate("document.querySelector('canvas').toDataURL()") == alone
     assert seen.errors == []
 

@@ -13,11 +13,11 @@ import pytest
 import science
 from browser import chromium
 from click.testing import CliRunner
-from dashboards import asking, served
-from opened import opened
+from dashboards import asking, serve_dashboard
+from opened import open_dashboard
 from playwright.sync_api import expect
 from recorded import make_run
-from tiny_run import codes, events, said
+from tiny_run import codes, events, output_of
 
 from instar.extensions.board import operations, server
 from instar.extensions.board.cli import dashboard
@@ -40,7 +40,7 @@ def run(tmp_path: Path) -> Iterator[RunDir]:
 
 @pytest.fixture
 def site(run: RunDir) -> Iterator[httpx.Client]:
-    with served(run.path.parent, read_only=False) as address, asking(address) as client:
+    with serve_dashboard(run.path.parent, read_only=False) as address, asking(address) as client:
         yield client
 
 
@@ -125,7 +125,7 @@ def test_who_may_ask_and_how(
 
 def test_a_cookie_does_not_serve_another_port_of_this_host(run: RunDir) -> None:
     """SameSite knows no ports: the browser sends the cookie along."""
-    with served(run.path.parent, read_only=False) as address, httpx.Client() as client:
+    with serve_dashboard(run.path.parent, read_only=False) as address, httpx.Client() as client:
         client.get(address)
         url = address.partition("?")[0].rstrip("/") + URL
         other = {"Origin": "http://127.0.0.1:1", "Sec-Fetch-Site": "same-site"}
@@ -157,7 +157,7 @@ def test_what_is_given_up_is_named(site: httpx.Client, run: RunDir, content: str
 
 def test_a_run_that_does_not_run_is_not_asked(run: RunDir) -> None:
     ended = make_run(run.path.parent, "ended-eeeee", steps=3)
-    with served(run.path.parent, read_only=False) as address, asking(address) as site:
+    with serve_dashboard(run.path.parent, read_only=False) as address, asking(address) as site:
         url = f"/api/runs/{ended.path.name}"
         assert site.post(f"{url}/apply", json=json.loads(GOOD)).status_code == 409
         assert site.get(f"{url}/waiting").json()["refusal"] == "the run is not running"
@@ -189,7 +189,7 @@ def test_a_folder_of_requests_that_is_a_link_is_not_written_to(
 
 
 def test_a_read_only_dashboard_asks_for_nothing(run: RunDir) -> None:
-    with served(run.path.parent) as address, asking(address) as site:
+    with serve_dashboard(run.path.parent) as address, asking(address) as site:
         assert site.post(f"{URL}/apply", json=json.loads(GOOD)).status_code == 404
         assert site.get(f"{URL}/waiting").json()["refusal"] == "this dashboard is read-only"
     assert posted(run) == {}
@@ -297,11 +297,11 @@ def test_a_running_run_is_asked_in_a_browser(tmp_path: Path) -> None:
         "early_stopping.rules=[]",
     )
     ranks = place.train(run_dir, *settings, "record.log_interval=100", "test.weights=last")
-    assert ranks[0].wait_until(lambda: events(run_dir, "train")), said(ranks)
+    assert ranks[0].wait_until(lambda: events(run_dir, "train")), output_of(ranks)
     with (
         chromium() as browser,
-        served(run_dir.parent, read_only=False) as address,
-        opened(browser, address, "tab=stages") as seen,
+        serve_dashboard(run_dir.parent, read_only=False) as address,
+        open_dashboard(browser, address, "tab=stages") as seen,
     ):
         page = seen.page
         panel = page.get_by_role("region", name="Live operations")
@@ -322,6 +322,6 @@ def test_a_running_run_is_asked_in_a_browser(tmp_path: Path) -> None:
         expect(page.get_by_role("table", name="Asked for")).to_contain_text("cancelled")
         expect(waiting).to_have_count(0)
     ranks[0].signal(signal.SIGTERM)
-    assert codes(ranks) == [75], said(ranks)
+    assert codes(ranks) == [75], output_of(ranks)
     outcomes = [(event["outcome"], event["value"]) for event in events(run_dir, "asked")]
     assert outcomes == [("waits", 0.25), ("cancelled", 0.25)]

@@ -9,11 +9,11 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-from browser import chromium, watched
-from dashboards import dashboard, served
-from opened import PANEL, drawn, expect_points, opened, picture, walked
+from browser import chromium, watch_page
+from dashboards import dashboard, serve_dashboard
+from opened import PANEL, expect_points, open_dashboard, picture, tab_through, wait_for_frame
 from playwright.sync_api import Browser, expect
-from recorded import make_run, started, train
+from recorded import make_run, start_event, train
 
 from instar.extensions.board import PLACES
 from instar.record.events import Alert, Branched, Eval, Saved, encode_event
@@ -40,12 +40,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(folder: Path) -> Iterator[str]:
-    with served(folder) as found:
+    with serve_dashboard(folder) as found:
         yield found
 
 
 def test_the_latest_run_is_shown_with_its_losses(browser: Browser, address: str) -> None:
-    with opened(browser, address) as seen:
+    with open_dashboard(browser, address) as seen:
         page = seen.page
         expect(page.locator("#chosen .name")).to_have_text("grow-aaaaa")
         expect_points(page, "loss", 40)
@@ -64,7 +64,7 @@ def test_a_run_that_nothing_was_trained_in_is_stopped_and_not_what_is_shown_firs
     imported.path.mkdir()
     imported.config.write_text("name: imported\n")
     imported.await_start()
-    with served(tmp_path) as address, opened(browser, address) as seen:
+    with serve_dashboard(tmp_path) as address, open_dashboard(browser, address) as seen:
         expect(seen.page.locator("#chosen .name")).to_have_text("grow-aaaaa")
         seen.page.locator("#runs").get_by_text("imported").first.click()
         expect(seen.page.locator("#chosen .name")).to_have_text("imported")
@@ -76,8 +76,8 @@ def test_a_point_that_is_recorded_is_drawn_and_nothing_is_asked_for_again(
 ) -> None:
     run = make_run(tmp_path, "live-lllll")
     with (
-        served(tmp_path) as address,
-        opened(browser, address) as seen,
+        serve_dashboard(tmp_path) as address,
+        open_dashboard(browser, address) as seen,
         Recorder(run.events) as record,
     ):
         page = seen.page
@@ -91,7 +91,7 @@ def test_a_point_that_is_recorded_is_drawn_and_nothing_is_asked_for_again(
         expect_points(page, "val/loss", 5)
         expect(page.locator(f"{PANEL.format('loss')} .last")).to_have_text("3")
         expect(page.locator("#figures")).to_contain_text("Step60")
-        drawn(page)
+        wait_for_frame(page)
         assert picture(page, "loss") != before
         expect(page.locator("#runs .facts")).to_contain_text("step 60")
         assert len(seen.requests) == asked
@@ -100,12 +100,12 @@ def test_a_point_that_is_recorded_is_drawn_and_nothing_is_asked_for_again(
 def test_a_resume_masks_what_it_supersedes(browser: Browser, tmp_path: Path) -> None:
     run = make_run(tmp_path, "again-aaaaa", steps=20)
     with (
-        served(tmp_path) as address,
-        opened(browser, address) as seen,
+        serve_dashboard(tmp_path) as address,
+        open_dashboard(browser, address) as seen,
         Recorder(run.events) as record,
     ):
         expect_points(seen.page, "loss", 20)
-        record.write(started(10, "step-10"))
+        record.write(start_event(10, "step-10"))
         expect_points(seen.page, "loss", 10)
         for step in (11, 12, 13):
             record.write(train(step, 2.0))
@@ -121,34 +121,34 @@ def test_a_resume_from_another_branch_has_the_curves_read_anew_once(
     run = make_run(tmp_path, "branch-aaaaa", steps=20)
     with Recorder(run.events) as record:
         record.write(Saved(step=20, path="checkpoints/step-20"))
-        record.write(started(10, "step-10"))
+        record.write(start_event(10, "step-10"))
         record.write(train(11, 2.0))
     with (
-        served(tmp_path) as address,
-        opened(browser, address) as seen,
+        serve_dashboard(tmp_path) as address,
+        open_dashboard(browser, address) as seen,
         Recorder(run.events) as record,
     ):
         expect_points(seen.page, "loss", 11)
         record.write(train(12, 2.0))
         expect_points(seen.page, "loss", 12)
         asked = sum("metric=loss" in url and "curves" in url for url in seen.urls())
-        record.write(started(20, "step-20"))
+        record.write(start_event(20, "step-20"))
         expect_points(seen.page, "loss", 20)
         record.write(train(21, 1.0))
         expect_points(seen.page, "loss", 21)
         again = sum("metric=loss" in url and "curves" in url for url in seen.urls())
         assert again == asked + 1
         expect(seen.page.locator(".ic-mark.ic-resume").first).to_be_attached()
-        drawn(seen.page)
+        wait_for_frame(seen.page)
         live = picture(seen.page, "loss")
         seen.page.reload()
         expect_points(seen.page, "loss", 21)
-        drawn(seen.page)
+        wait_for_frame(seen.page)
         assert picture(seen.page, "loss") == live
 
 
 def test_runs_are_found_by_words_and_states(browser: Browser, address: str) -> None:
-    with opened(browser, address) as seen:
+    with open_dashboard(browser, address) as seen:
         page = seen.page
         expect(page.locator("#runs li")).to_have_count(2)
         page.keyboard.press("/")
@@ -168,7 +168,7 @@ def test_runs_are_found_by_words_and_states(browser: Browser, address: str) -> N
 def test_runs_are_laid_over_each_other_and_keep_their_colours(
     browser: Browser, address: str
 ) -> None:
-    with opened(browser, address, "runs=grow-aaaaa") as seen:
+    with open_dashboard(browser, address, "runs=grow-aaaaa") as seen:
         page = seen.page
         expect_points(page, "loss", 40)
         page.get_by_label("Show small-bbbbb").check()
@@ -189,7 +189,7 @@ def test_runs_are_laid_over_each_other_and_keep_their_colours(
 
 
 def test_what_is_chosen_is_kept_in_the_address(browser: Browser, address: str) -> None:
-    with opened(browser, address) as seen:
+    with open_dashboard(browser, address) as seen:
         page = seen.page
         page.get_by_label("Show small-bbbbb").check()
         page.get_by_label("Over", exact=True).select_option("tokens")
@@ -198,7 +198,7 @@ def test_what_is_chosen_is_kept_in_the_address(browser: Browser, address: str) -
         page.get_by_label("Add a metric").select_option("lr")
         expect_points(page, "lr", 60)
         page.get_by_label("Remove val/loss").click()
-        with watched(browser) as other:
+        with watch_page(browser) as other:
             other.page.goto(address + page.url[page.url.index("#") :])
             expect_points(other.page, "lr", 60)
             expect(other.page.locator(".panel")).to_have_count(2)
@@ -211,14 +211,16 @@ def test_what_is_chosen_is_kept_in_the_address(browser: Browser, address: str) -
 
 
 def test_a_metric_of_which_nothing_is_known_is_no_error(browser: Browser, address: str) -> None:
-    with opened(browser, address, "metrics=loss,a%252Cb,nothing&runs=grow-aaaaa,gone") as seen:
+    with open_dashboard(
+        browser, address, "metrics=loss,a%252Cb,nothing&runs=grow-aaaaa,gone"
+    ) as seen:
         expect_points(seen.page, "loss", 40)
         expect(seen.page.locator(f"{PANEL.format('nothing')} .none")).to_have_text("not measured")
         expect(seen.page.locator(".panel")).to_have_count(3)
 
 
 def test_an_operation_is_explained_where_the_pointer_is(browser: Browser, address: str) -> None:
-    with opened(browser, address, "runs=grow-aaaaa") as seen:
+    with open_dashboard(browser, address, "runs=grow-aaaaa") as seen:
         mark = seen.page.locator(f"{PANEL.format('loss')} .ic-mark.ic-operation")
         mark.hover()
         tip = seen.page.locator(f"{PANEL.format('loss')} .ic-tip")
@@ -230,7 +232,7 @@ def test_an_operation_is_explained_where_the_pointer_is(browser: Browser, addres
 
 
 def test_the_views_tell_of_one_run(browser: Browser, address: str) -> None:
-    with opened(browser, address, "runs=grow-aaaaa,small-bbbbb") as seen:
+    with open_dashboard(browser, address, "runs=grow-aaaaa,small-bbbbb") as seen:
         page = seen.page
         page.get_by_role("tab", name="Stages").click()
         expect(page.locator("td.changed")).to_have_text("32")
@@ -257,7 +259,7 @@ def test_the_views_tell_of_one_run(browser: Browser, address: str) -> None:
 
 
 def test_a_log_is_followed(browser: Browser, address: str, folder: Path) -> None:
-    with opened(browser, address, "runs=small-bbbbb&tab=logs") as seen:
+    with open_dashboard(browser, address, "runs=small-bbbbb&tab=logs") as seen:
         lines = seen.page.locator(".log div")
         expect(lines).to_have_count(1)
         with RunDir(folder / "small-bbbbb").log(0).open("a") as log:
@@ -272,8 +274,8 @@ def test_a_log_is_followed(browser: Browser, address: str, folder: Path) -> None
 def test_runs_appear_change_and_go(browser: Browser, tmp_path: Path) -> None:
     folder = tmp_path / "none yet"
     with (
-        served(folder) as address,
-        opened(browser, address) as seen,
+        serve_dashboard(folder) as address,
+        open_dashboard(browser, address) as seen,
     ):
         page = seen.page
         expect(page.locator("#view")).to_contain_text("No run yet")
@@ -291,7 +293,7 @@ def test_runs_appear_change_and_go(browser: Browser, tmp_path: Path) -> None:
 
 def test_the_state_follows_the_process_that_trains(browser: Browser, tmp_path: Path) -> None:
     run = make_run(tmp_path, "held-hhhhh", steps=5)
-    with served(tmp_path) as address, opened(browser, address) as seen:
+    with serve_dashboard(tmp_path) as address, open_dashboard(browser, address) as seen:
         badge = seen.page.locator("#runs .badge")
         expect(badge).to_have_text("crashed")
         with hold(run), Recorder(run.events) as record:
@@ -336,7 +338,7 @@ def opened_twice(browser: Browser, folder: Path) -> Iterator[tuple]:
         def start() -> None:
             stack.enter_context(dashboard(folder, "--port", port, *token))
 
-        with opened(browser, address, errors=True) as seen:
+        with open_dashboard(browser, address, errors=True) as seen:
             yield seen, kill, start
 
 
@@ -350,8 +352,8 @@ def test_hostile_names_are_only_ever_text(browser: Browser, tmp_path: Path) -> N
     run.log(0).write_text(markup + "\n")
     run.config.write_text(markup)
     with (
-        served(tmp_path) as address,
-        opened(browser, address) as seen,
+        serve_dashboard(tmp_path) as address,
+        open_dashboard(browser, address) as seen,
     ):
         page = seen.page
         expect(page.locator("#chosen .name")).to_have_text(name)
@@ -376,8 +378,8 @@ def test_broken_records_are_listed_with_their_reason(browser: Browser, tmp_path:
     (tmp_path / "empty-eeeee" / "events.jsonl").touch()
     hash_ = "runs=good-ggggg,bad-bbbbb,empty-eeeee"
     with (
-        served(tmp_path) as address,
-        opened(browser, address, hash_) as seen,
+        serve_dashboard(tmp_path) as address,
+        open_dashboard(browser, address, hash_) as seen,
     ):
         expect(seen.page.locator("#runs li")).to_have_count(3)
         expect_points(seen.page, "loss", 5)
@@ -390,7 +392,7 @@ def test_broken_records_are_listed_with_their_reason(browser: Browser, tmp_path:
 def test_the_page_is_light_or_dark_as_the_machine_or_its_user_is(
     browser: Browser, address: str, scheme: str
 ) -> None:
-    with opened(browser, address, scheme=scheme) as seen:
+    with open_dashboard(browser, address, scheme=scheme) as seen:
         page = seen.page
 
         def lightness() -> float:
@@ -408,7 +410,7 @@ def test_the_page_is_light_or_dark_as_the_machine_or_its_user_is(
 
 
 def test_a_phone_has_room_for_it(browser: Browser, address: str) -> None:
-    with opened(browser, address, width=375, height=667) as seen:
+    with open_dashboard(browser, address, width=375, height=667) as seen:
         page = seen.page
         expect_points(page, "loss", 40)
         expect(page.locator("#side")).to_be_hidden()
@@ -423,7 +425,7 @@ def test_a_phone_has_room_for_it(browser: Browser, address: str) -> None:
 
 
 def test_the_list_is_walked_by_keyboard(browser: Browser, address: str) -> None:
-    with opened(browser, address) as seen:
+    with open_dashboard(browser, address) as seen:
         page = seen.page
         page.select_option("#sort", "name")
         page.locator("#runs button.run").first.focus()
@@ -437,7 +439,7 @@ def test_the_list_is_walked_by_keyboard(browser: Browser, address: str) -> None:
 
 
 def test_everything_that_is_used_has_a_name(browser: Browser, address: str) -> None:
-    with opened(browser, address) as seen:
+    with open_dashboard(browser, address) as seen:
         for tab in (*VIEWS, "Curves"):
             seen.page.get_by_role("tab", name=tab).click()
             expect(seen.page.locator("#view")).not_to_be_empty()
@@ -450,21 +452,21 @@ def test_everything_that_is_used_has_a_name(browser: Browser, address: str) -> N
 
 
 def test_everything_is_reached_by_tab_and_seen_where_it_is(browser: Browser, address: str) -> None:
-    with opened(browser, address, "runs=grow-aaaaa") as seen:
+    with open_dashboard(browser, address, "runs=grow-aaaaa") as seen:
         expect_points(seen.page, "loss", 40)
         expect(seen.page.locator(".ic-mark").first).to_be_attached()
-        assert walked(seen.page) == []
+        assert tab_through(seen.page) == []
 
 
 def test_nothing_moves_when_points_arrive(browser: Browser, tmp_path: Path) -> None:
     run = make_run(tmp_path, "still-sssss", steps=5)
     with (
-        served(tmp_path) as address,
-        opened(browser, address) as seen,
+        serve_dashboard(tmp_path) as address,
+        open_dashboard(browser, address) as seen,
         Recorder(run.events) as record,
     ):
         expect_points(seen.page, "loss", 5)
-        drawn(seen.page)
+        wait_for_frame(seen.page)
         seen.page.evaluate(
             """() => {
               window.moved = [];
@@ -481,7 +483,7 @@ def test_nothing_moves_when_points_arrive(browser: Browser, tmp_path: Path) -> N
         expect_points(seen.page, "val/loss", 1)
         expect(seen.page.locator(".ic-mark.ic-alert").first).to_be_attached()
         expect(seen.page.locator("#runs .facts")).to_contain_text("step 40")
-        drawn(seen.page)
+        wait_for_frame(seen.page)
         assert seen.page.evaluate("window.moved") == []
 
 
@@ -498,7 +500,7 @@ def test_the_page_loads_every_script_and_style_sheet_that_there_is() -> None:
 def test_a_token_becomes_a_cookie_and_leaves_the_address(browser: Browser, folder: Path) -> None:
     with (
         dashboard(folder, "--port", "0", "--token", "abc") as (address, _),
-        watched(browser, fresh=True) as seen,
+        watch_page(browser, fresh=True) as seen,
     ):
         seen.page.goto(f"{address}#tab=logs")
         expect(seen.page.locator("#link")).to_have_text("live")
@@ -519,7 +521,7 @@ def test_branches_are_listed_below_their_trunk(browser: Browser, tmp_path: Path)
             place = {"checkpoint": f"step-{step}", "iters": 2, "decay": 2}
             first = Branched(name=branch, parent="trunk", step=step, **place)
             run.events.write_bytes(encode_event(first, 0.0, 0) + run.events.read_bytes())
-    with served(tmp_path) as address, opened(browser, address) as seen:
+    with serve_dashboard(tmp_path) as address, open_dashboard(browser, address) as seen:
         seen.page.locator("#sort").select_option("name")
         names = seen.page.locator("#runs .name")
         expect(names).to_have_text(["other", "trunk", "└ trunk.early", "└ trunk.late"])

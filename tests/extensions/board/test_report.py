@@ -13,14 +13,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from browser import Watched, chromium, watched
+from browser import Watched, chromium, watch_page
 from figures import times
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from opened import drawn, walked
+from opened import tab_through, wait_for_frame
 from playwright.sync_api import Browser, Page
 from records import make_run
-from shown_runs import place, started, steps, told_run, write
+from shown_runs import place, start_event, steps, told_run, write
 
 from instar.extensions.board import ending
 from instar.extensions.board.report import inline_json, panels, report_html, write_report
@@ -73,7 +73,7 @@ def browser() -> Iterator[Browser]:
 def shown(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
     """Opens a page's text, with all that is folded in it, and no error."""
     file = tmp_path_factory.mktemp("shown") / "page.html"
-    with watched(browser) as seen:
+    with watch_page(browser) as seen:
 
         def show(text: str) -> Page:
             file.write_text(text, "utf-8", "backslashreplace")
@@ -147,7 +147,7 @@ def test_a_long_value_is_folded_in_the_table_of_differences(tmp_path: Path, show
     other = operation.replace("0.5", "0.25")
     texts = [f"schedule: [{first}, {operation}]\n" for first in (operation, other)]
     runs = [
-        read_record(write(tmp_path / f"run{n}", [(started(), 1), *steps(1, 2)], text))
+        read_record(write(tmp_path / f"run{n}", [(start_event(), 1), *steps(1, 2)], text))
         for n, text in enumerate(texts)
     ]
     page = shown(report_html(runs))
@@ -164,7 +164,7 @@ def test_a_long_value_is_folded_in_the_table_of_differences(tmp_path: Path, show
 
 
 def test_configs_differ_in_the_keys_whose_values_differ(tmp_path: Path, shown: Shown) -> None:
-    lines = [(started(), 1), *steps(1, 2)]
+    lines = [(start_event(), 1), *steps(1, 2)]
     texts = {
         "one": "seed: 1  # --set\noptimizer:\n  lr: 1e-3\nmodel:\n  n_layer: 2\n",
         "two": "seed: 2  # --set\noptimizer:\n  lr: 0.001\ntrain:\n  until: [9it]\n",
@@ -188,7 +188,7 @@ def test_configs_differ_in_the_keys_whose_values_differ(tmp_path: Path, shown: S
 def test_a_config_that_cannot_be_read_is_told_apart_from_nothing(
     tmp_path: Path, shown: Shown
 ) -> None:
-    lines = [(started(), 1), *steps(1, 2)]
+    lines = [(start_event(), 1), *steps(1, 2)]
     texts = ("seed: 1\n", "seed: 2\n", "mdoel: {}\n")
     runs = [write(tmp_path / f"run{n}", lines, text) for n, text in enumerate(texts)]
     page = shown(report_html([read_record(run) for run in runs]))
@@ -211,7 +211,7 @@ def test_what_is_derived_and_nowhere_given_is_no_difference(tmp_path: Path) -> N
 
 def test_nothing_in_a_run_breaks_out_of_the_page(tmp_path: Path, shown: Shown) -> None:
     lines = [
-        (started(), 1),
+        (start_event(), 1),
         *steps(1, 20),
         (
             OperationEvent(
@@ -254,7 +254,7 @@ def test_inlined_data_is_json_and_ends_nothing(data: Any) -> None:
 def test_several_runs_have_a_row_each(tmp_path: Path, shown: Shown) -> None:
     first = told_run(tmp_path / "told-aaaaa")
     second = write(
-        tmp_path / "told-bbbbb", [(started(), 1), *steps(1, 30)], "name: told\nseed: 2\n"
+        tmp_path / "told-bbbbb", [(start_event(), 1), *steps(1, 30)], "name: told\nseed: 2\n"
     )
     text = report_html([read_record(first), read_record(second)])
     opened = shown(text)
@@ -277,7 +277,7 @@ def test_every_metric_is_in_one_panel(told: RunDir) -> None:
 
 def test_layers_are_one_panel_in_their_order(tmp_path: Path) -> None:
     names = ("embedding", "blocks.0", "blocks.1", "head")
-    lines: list[tuple[Event, int]] = [(started(), 1), *steps(1, 2)]
+    lines: list[tuple[Event, int]] = [(start_event(), 1), *steps(1, 2)]
     lines.append((Layers(grad_norm=dict.fromkeys(names, 1.0), update_ratio={}, **place(1)), 1))
     grown = (*names, "blocks.10", "blocks.2")
     lines.append((Layers(grad_norm=dict.fromkeys(grown, 1.0), update_ratio={}, **place(2)), 1))
@@ -293,7 +293,7 @@ def test_layers_are_one_panel_in_their_order(tmp_path: Path) -> None:
 
 
 def test_deltas_are_panels_and_their_layers_one(tmp_path: Path) -> None:
-    lines: list[tuple[Event, int]] = [(started(), 1), *steps(1, 3)]
+    lines: list[tuple[Event, int]] = [(start_event(), 1), *steps(1, 3)]
     size = {"size_bytes": 9, "seconds": 0.1, "stall_s": 0.0}
     lines.append((Delta(number=0, anchor=True, **size, **place(1)), 1))
     shares = {"density": 0.5, "overlap": 0.25, "layers": {"blocks.0": 1.0, "blocks.1": 0.0}}
@@ -306,10 +306,10 @@ def test_deltas_are_panels_and_their_layers_one(tmp_path: Path) -> None:
 def test_the_latest_sample_is_open_and_its_blanks_are_kept(
     tmp_path: Path, browser: Browser
 ) -> None:
-    lines: list[tuple[Event, int]] = [(started(), 1), *steps(1, 2)]
+    lines: list[tuple[Event, int]] = [(start_event(), 1), *steps(1, 2)]
     lines += [(SampleText(prompt="\n", text=f"  {n}:\tdone\n\n", **place(n)), 1) for n in (1, 2)]
     run = write(tmp_path / "run", lines)
-    with watched(browser) as seen:
+    with watch_page(browser) as seen:
         seen.page.goto(write_report(run).as_uri())
         latest, folded = seen.page.locator(".written pre").all()
         assert latest.is_visible()
@@ -360,7 +360,7 @@ def test_odd_values_are_shown_or_refused(told: RunDir, shown: Shown, changes: li
 
 
 def test_a_run_that_has_only_begun_has_a_page(tmp_path: Path, shown: Shown) -> None:
-    run = write(tmp_path / "new", [(started(), 1)])
+    run = write(tmp_path / "new", [(start_event(), 1)])
     assert "new crashed" in words(shown(report_html([read_record(run)])))
 
 
@@ -371,7 +371,7 @@ def test_the_page_of_a_large_run_stays_small(tmp_path: Path) -> None:
 
 
 def test_the_page_of_a_run_that_had_much_to_say_stays_small(tmp_path: Path, shown: Shown) -> None:
-    lines: list[tuple[Event, int]] = [(started(), 1), *steps(1, 20)]
+    lines: list[tuple[Event, int]] = [(start_event(), 1), *steps(1, 20)]
     for step in range(1, 1001):
         layers = {f"blocks.{number}": 1.0 for number in range(60)}
         lines.append((Layers(grad_norm=layers, update_ratio=layers, **place(step)), 1))
@@ -467,7 +467,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def opened(seen: Watched, page: Path) -> None:
     seen.page.goto(page.as_uri())
-    drawn(seen.page)
+    wait_for_frame(seen.page)
 
 
 def painted(seen: Watched, panel: int = 0) -> int:
@@ -488,7 +488,7 @@ def painted(seen: Watched, panel: int = 0) -> int:
 
 
 def test_it_opens_and_paints_without_asking_for_anything(browser: Browser, page: Path) -> None:
-    with watched(browser) as seen:
+    with watch_page(browser) as seen:
         opened(seen, page)
         assert all(painted(seen, number) > 3 for number in range(5))
         assert seen.errors == []
@@ -503,7 +503,7 @@ def test_a_script_that_is_not_the_pages_own_does_not_run(browser: Browser, page:
     changed = page.with_name("changed.html")
     script = "<script>window.owned = 1</script></main>"
     changed.write_text(page.read_text().replace("</main>", script))
-    with watched(browser) as seen:
+    with watch_page(browser) as seen:
         opened(seen, changed)
         assert seen.page.evaluate("window.owned") is None
         assert any("Content Security Policy" in error for error in seen.errors)
@@ -511,7 +511,7 @@ def test_a_script_that_is_not_the_pages_own_does_not_run(browser: Browser, page:
 
 @pytest.mark.parametrize("how", ["hover", "focus"])
 def test_an_operation_explains_itself(browser: Browser, page: Path, how: str) -> None:
-    with watched(browser) as seen:
+    with watch_page(browser) as seen:
         opened(seen, page)
         mark = seen.page.locator(".panel").first.locator(".ic-mark.ic-operation")
         getattr(mark, how)()
@@ -522,7 +522,7 @@ def test_an_operation_explains_itself(browser: Browser, page: Path, how: str) ->
 
 
 def test_the_cursor_reads_values_on_the_axis_of_choice(browser: Browser, page: Path) -> None:
-    with watched(browser) as seen:
+    with watch_page(browser) as seen:
         opened(seen, page)
         seen.page.select_option("select[name=x]", "tokens")
         over = seen.page.locator(".panel").first.locator(".u-over")
@@ -538,7 +538,7 @@ def test_the_cursor_reads_values_on_the_axis_of_choice(browser: Browser, page: P
 
 
 def test_dragging_zooms_and_a_double_click_goes_back(browser: Browser, page: Path) -> None:
-    with watched(browser) as seen:
+    with watch_page(browser) as seen:
         opened(seen, page)
         over = seen.page.locator(".panel").first.locator(".u-over")
         over.scroll_into_view_if_needed()
@@ -550,42 +550,42 @@ def test_dragging_zooms_and_a_double_click_goes_back(browser: Browser, page: Pat
         seen.page.mouse.down()
         seen.page.mouse.move(box["x"] + 0.2 * box["width"], box["y"] + 90, steps=4)
         seen.page.mouse.up()
-        drawn(seen.page)
+        wait_for_frame(seen.page)
         assert marks.count() < before
         seen.page.mouse.dblclick(box["x"] + 0.7 * box["width"], box["y"] + 90)
-        drawn(seen.page)
+        wait_for_frame(seen.page)
         assert marks.count() == before
         assert seen.errors == []
 
 
 def test_smoothing_logarithm_and_marks_redraw(browser: Browser, page: Path) -> None:
-    with watched(browser) as seen:
+    with watch_page(browser) as seen:
         opened(seen, page)
         canvas = "document.querySelector('.chart canvas').toDataURL()"
         pictures = [seen.page.evaluate(canvas)]
         seen.page.locator("input[name=smooth]").fill("0.9")
-        drawn(seen.page)
+        wait_for_frame(seen.page)
         pictures.append(seen.page.evaluate(canvas))
         seen.page.locator("input[name=log]").check()
-        drawn(seen.page)
+        wait_for_frame(seen.page)
         pictures.append(seen.page.evaluate(canvas))
         assert len(set(pictures)) == 3
         seen.page.locator("input[name=marks]").uncheck()
-        drawn(seen.page)
+        wait_for_frame(seen.page)
         assert seen.page.locator(".ic-mark").count() == 0
         assert seen.errors == []
 
 
 def test_dark_and_light_follow_the_system_and_the_button(browser: Browser, page: Path) -> None:
     paper = "getComputedStyle(document.body).backgroundColor"
-    with watched(browser, scheme="dark") as seen:
+    with watch_page(browser, scheme="dark") as seen:
         opened(seen, page)
         dark = seen.page.evaluate(paper)
         seen.page.click("#theme")
         light = seen.page.evaluate(paper)
         assert (dark, light) == ("rgb(18, 22, 27)", "rgb(246, 247, 249)")
         assert painted(seen) > 3
-    with watched(browser, scheme="light") as seen:
+    with watch_page(browser, scheme="light") as seen:
         opened(seen, page)
         assert seen.page.evaluate(paper) == light
 
@@ -612,13 +612,13 @@ def test_text_can_be_read_against_what_is_behind_it(
         return (a + 0.05) / (b + 0.05) < least;
       });
     }"""
-    with watched(browser, scheme=scheme) as seen:
+    with watch_page(browser, scheme=scheme) as seen:
         opened(seen, page)
         assert seen.page.evaluate(contrast) == []
 
 
 def test_a_phone_needs_no_scrolling_sideways(browser: Browser, page: Path) -> None:
-    with watched(browser, width=375, height=700) as seen:
+    with watch_page(browser, width=375, height=700) as seen:
         opened(seen, page)
         assert seen.page.evaluate("document.documentElement.scrollWidth") == 375
         widths = seen.page.evaluate(
@@ -626,7 +626,7 @@ def test_a_phone_needs_no_scrolling_sideways(browser: Browser, page: Path) -> No
         )
         assert max(widths) <= 375
         seen.page.set_viewport_size({"width": 900, "height": 700})
-        drawn(seen.page)
+        wait_for_frame(seen.page)
         assert seen.page.evaluate("document.querySelector('.uplot').offsetWidth") > 700
 
 
@@ -643,15 +643,15 @@ def test_without_javascript_the_summary_is_there(browser: Browser, page: Path) -
 
 
 def test_everything_is_reached_by_tab_and_seen_where_it_is(browser: Browser, page: Path) -> None:
-    with watched(browser) as seen:
+    with watch_page(browser) as seen:
         opened(seen, page)
-        assert walked(seen.page) == []
+        assert tab_through(seen.page) == []
 
 
 def test_of_a_chart_s_marks_one_is_reached_by_tab_and_the_others_by_arrows(
     browser: Browser, page: Path
 ) -> None:
-    with watched(browser) as seen:
+    with watch_page(browser) as seen:
         opened(seen, page)
         marks = seen.page.locator(".panel").first.locator(".ic-mark")
         stops = [mark for mark in marks.all() if mark.get_attribute("tabindex") == "0"]
@@ -672,7 +672,7 @@ def test_on_paper_it_is_light_and_every_chart_whole(
 ) -> None:
     width = """() => [...document.querySelectorAll(".chart")].map((place) =>
       place.clientWidth - place.querySelector(".uplot").offsetWidth)"""
-    with watched(browser, scheme=scheme) as seen:
+    with watch_page(browser, scheme=scheme) as seen:
         opened(seen, page)
         before = seen.page.evaluate("document.querySelector('canvas').toDataURL()")
         seen.page.evaluate(
@@ -689,7 +689,7 @@ def test_on_paper_it_is_light_and_every_chart_whole(
         assert ink == "rgb(27, 31, 36)"
         seen.page.emulate_media(media="screen")
         seen.page.evaluate("dispatchEvent(new Event('afterprint'))")
-        drawn(seen.page)
+        wait_for_frame(seen.page)
         assert seen.page.evaluate("document.querySelector('canvas').toDataURL()") == before
         assert seen.page.evaluate("document.documentElement.dataset.theme") is None
 
@@ -703,7 +703,7 @@ def test_tables_of_eight_runs_stay_on_the_paper(browser: Browser, tmp_path: Path
     rights = (
         "() => [...document.querySelectorAll('table')].map((t) => t.getBoundingClientRect().right)"
     )
-    with watched(browser, width=690) as seen:
+    with watch_page(browser, width=690) as seen:
         opened(seen, path)
         seen.page.emulate_media(media="print")
         found = seen.page.evaluate(rights)
@@ -713,7 +713,7 @@ def test_tables_of_eight_runs_stay_on_the_paper(browser: Browser, tmp_path: Path
 
 
 def test_points_and_marks_can_be_appended(browser: Browser, page: Path) -> None:
-    with watched(browser) as seen:
+    with watch_page(browser) as seen:
         opened(seen, page)
         grown = seen.page.evaluate(
             """() => {

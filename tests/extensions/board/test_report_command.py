@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from shown_runs import started, steps, told_run, write
+from shown_runs import start_event, steps, told_run, write
 
 from instar.cli.main import main
 
@@ -29,7 +29,7 @@ def typed(
 ) -> Typed:
     """Types `instar report` beside two runs."""
     told_run(tmp_path / "runs" / "told-aaaaa")
-    write(tmp_path / "runs" / "told-bbbbb", [(started(), 1), *steps(1, 10)])
+    write(tmp_path / "runs" / "told-bbbbb", [(start_event(), 1), *steps(1, 10)])
     monkeypatch.chdir(tmp_path)
 
     def run(*words: str, code: int = 0) -> Said:

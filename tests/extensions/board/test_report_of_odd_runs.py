@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from scenes import crash
-from written_runs import written
+from written_runs import write_run
 
 from instar.extensions.board.report import report_html
 from instar.logs.read.record import read_record
@@ -21,8 +21,8 @@ def test_losses_on_different_data_stand_under_a_warning(tmp_path: Path) -> None:
     def page(**settings: object) -> str:
         config = {key.replace("__", "."): value for key, value in settings.items()}
         runs = [
-            written(tmp_path / f"{len(config)}-a", losses, losses, config={}),
-            written(tmp_path / f"{len(config)}-b", losses, losses, config=config),
+            write_run(tmp_path / f"{len(config)}-a", losses, losses, config={}),
+            write_run(tmp_path / f"{len(config)}-b", losses, losses, config=config),
         ]
         return report_html([read_record(run) for run in runs])
 

@@ -16,10 +16,10 @@ import httpx
 import psutil
 import pytest
 from click.testing import CliRunner
-from dashboards import asking, dashboard, served
+from dashboards import asking, dashboard, serve_dashboard
 from figures import FULL
-from recorded import make_run, started, train
-from written_runs import written
+from recorded import make_run, start_event, train
+from written_runs import write_run
 
 from instar.config.errors import ConfigError
 from instar.config.load import load_config
@@ -91,7 +91,7 @@ def test_long_curves_are_thinned_and_keep_their_spikes(site: httpx.Client, folde
     run = RunDir(folder / "long-ccccc")
     run.path.mkdir()
     with Recorder(run.events) as record:
-        record.write(started())
+        record.write(start_event())
         for step in range(1, 6001):
             record.write(train(step, 77.0 if step == 3333 else 1.0))
     asked = {"run": "long-ccccc", "metric": "loss", "points": "1000000"}
@@ -340,7 +340,7 @@ def test_a_resume_is_told_between_the_points_before_and_after_it(
     offset = run.events.stat().st_size
     with Recorder(run.events) as record:
         record.write(train(11, 1.1))
-        record.write(started(5))
+        record.write(start_event(5))
         record.write(train(6, 1.2))
     with site.stream("GET", f"/api/stream?run=again-ggggg:{offset}&metric=loss") as answer:
         news = []
@@ -431,7 +431,7 @@ NOT_WHOLE = (
 
 
 def test_a_request_that_does_not_come_whole_is_given_up(folder: Path) -> None:
-    with connected(served(folder)) as (_, connect):
+    with connected(serve_dashboard(folder)) as (_, connect):
         begun = time.monotonic()
         for made in [connect(sent) for sent in NOT_WHOLE]:
             with suppress(ConnectionResetError):
@@ -441,7 +441,7 @@ def test_a_request_that_does_not_come_whole_is_given_up(folder: Path) -> None:
 
 
 def test_connections_are_limited_in_number(folder: Path) -> None:
-    with connected(served(folder)) as (address, connect):
+    with connected(serve_dashboard(folder)) as (address, connect):
         held = [connect(b"GET / HT") for _ in range(connection.MAX_CONNECTIONS)]
         one_more = connect(b"")
         with suppress(ConnectionResetError):
@@ -459,7 +459,7 @@ def test_a_stream_that_nobody_reads_is_closed(
     if not FULL:
         monkeypatch.setattr(connection, "STUCK_S", 3.0)
     run = make_run(tmp_path, "grow-aaaaa", steps=3)
-    with connected(served(tmp_path)) as (address, connect):
+    with connected(serve_dashboard(tmp_path)) as (address, connect):
         path, _, token = address.partition("?token=")
         port = httpx.URL(path).port
         query = f"run=grow-aaaaa:{run.events.stat().st_size}&metric=loss"
@@ -522,14 +522,14 @@ def test_secrets_of_a_config_are_shown_nowhere(tmp_path: Path) -> None:
         "record.trackers.mlflow.uri": "https://me:SECRET@mlflow.example.org",
         "data.source": "https://me:SECRET@data.example.org/a.txt",
     }
-    run = written(tmp_path / "grow-aaaaa", {10: 2.0, 20: 1.0}, config=secrets)
-    other = written(tmp_path / "grow-bbbbb", {10: 2.0, 20: 1.0})
+    run = write_run(tmp_path / "grow-aaaaa", {10: 2.0, 20: 1.0}, config=secrets)
+    other = write_run(tmp_path / "grow-bbbbb", {10: 2.0, 20: 1.0})
     assert "SECRET" in run.config.read_text()
     text = report_html([read_record(run)]) + report_html([read_record(run), read_record(other)])
     text += repr(config_values([run, other])) + str(
         flat_config(load_config(str(run.config), checks=()).config.model_dump())
     )
-    with served(tmp_path) as address, asking(address) as client:
+    with serve_dashboard(tmp_path) as address, asking(address) as client:
         text += client.get("/api/runs/grow-aaaaa/config").text
         text += client.get("/api/runs/grow-aaaaa/system").text
         text += client.get("/api/compare?run=grow-aaaaa&run=grow-bbbbb").text

@@ -12,7 +12,7 @@ import pytest
 import torch
 from live import restore
 from science import place as science_place
-from tiny_run import Place, codes, events, said
+from tiny_run import Place, codes, events, output_of
 from torch import Tensor
 
 from instar.checkpoint.store import load_checkpoint
@@ -162,9 +162,9 @@ def test_a_resume_from_the_last_step_goes_on_with_the_same_chain(place: Place) -
     run_dir = place.path / "run"
     saving = ("checkpoint.delta.every=2", "train.until=[5it]", "learning_rate.lr_decay_iters=9")
     children = place.train(run_dir, *saving)
-    assert codes(children) == [0], said(children)
+    assert codes(children) == [0], output_of(children)
     children = place.resume(run_dir, "--until", "9it")
-    assert codes(children) == [0], said(children)
+    assert codes(children) == [0], output_of(children)
     # the last weights are saved whatever their step
     expected = [(0, True), *((step, False) for step in (2, 4, 5, 6, 8, 9))]
     assert steps(run_dir / "deltas") == expected
@@ -180,7 +180,7 @@ def test_two_ranks_write_one_chain(place: Place) -> None:
     children = place.train(
         run_dir, "checkpoint.delta.every=1", "train.until=[4it]", "task=science:Normed", ranks=2
     )
-    assert codes(children) == [0, 0], said(children)
+    assert codes(children) == [0, 0], output_of(children)
     folder = run_dir / "deltas"
     assert steps(folder) == [(n, n == 0) for n in range(5)]
     assert same_bits(load_state(folder, 4), saved_weights(run_dir, 4))
@@ -196,13 +196,13 @@ def test_a_delta_that_cannot_be_saved_stops_all_ranks_saved(place: Place, ranks:
         ranks=ranks,
         body="failures:no_deltas_from_step_8",
     )
-    assert set(codes(children)) == {4}, said(children)
+    assert set(codes(children)) == {4}, output_of(children)
     assert "cannot save step" in children[0].output()
     assert f"instar resume {run_dir}" in children[0].output()
     (run_dir / "deltas").unlink()
     (run_dir / "deltas.aside").rename(run_dir / "deltas")
     children = place.resume(run_dir, ranks=ranks)
-    assert set(codes(children)) == {0}, said(children)
+    assert set(codes(children)) == {0}, output_of(children)
     verify_chain(run_dir / "deltas")
     assert same_bits(
         load_state(run_dir / "deltas", links(run_dir / "deltas")[-1].number),

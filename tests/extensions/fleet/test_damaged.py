@@ -12,7 +12,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from fleets import planned
+from fleets import plan_fleet
 
 from instar.extensions.fleet.health import Checker, Unhealthy
 from instar.extensions.fleet.launcher import completed_jobs
@@ -38,7 +38,7 @@ FLEET = "name: f\njobs: {job: {command: [ls]}}\n"
 
 def _completed(folder: Path, content: str) -> bool:
     """Whether a job with this result counts as completed, and is not run again."""
-    plan = planned(folder, FLEET)
+    plan = plan_fleet(folder, FLEET)
     path = result_path(folder, "f-0", "job", 1)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(content)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from browser import chromium
-from dashboards import served
+from dashboards import serve_dashboard
 from fleets import RunningFleet
-from opened import PANEL, drawn, expect_points, opened, picture
+from opened import PANEL, expect_points, open_dashboard, picture, wait_for_frame
 from playwright.sync_api import Browser, expect
 from recorded import make_run, train
 
@@ -58,7 +58,7 @@ def test_a_fleet_is_followed_live(browser: Browser, tmp_path: Path, running: Run
     make_run(tmp_path / "runs", "s2", steps=10)
     running.state.write(_server("starting"))
     running.log("server.log", "one\n")
-    with served(tmp_path / "runs") as address, opened(browser, address) as seen:
+    with serve_dashboard(tmp_path / "runs") as address, open_dashboard(browser, address) as seen:
         page = seen.page
         page.get_by_role("link", name="two").click()
         head, instances = page.locator(".fleet-head"), page.locator("tr.instance")
@@ -98,7 +98,10 @@ def test_a_fleet_is_followed_live(browser: Browser, tmp_path: Path, running: Run
 def test_curves_of_a_fleet_are_means_over_its_seeds(browser: Browser, tmp_path: Path) -> None:
     fleet = RunningFleet(tmp_path)
     runs = [make_run(tmp_path / "runs", name, steps=20) for name in ("s1", "s2", "other-aaaaa")]
-    with served(tmp_path / "runs") as address, opened(browser, address, "fleet=two") as seen:
+    with (
+        serve_dashboard(tmp_path / "runs") as address,
+        open_dashboard(browser, address, "fleet=two") as seen,
+    ):
         page = seen.page
         page.get_by_role("link", name="Curves of its 2 runs").click()
         panel = page.locator(PANEL.format("loss"))
@@ -110,13 +113,13 @@ def test_curves_of_a_fleet_are_means_over_its_seeds(browser: Browser, tmp_path: 
         assert len({each.evaluate(COLOUR) for each in swatches.all()}) == 2
         page.get_by_label("Hide other-aaaaa").click()
         expect(keys).to_have_text(["two (2 runs)"])
-        drawn(page)
+        wait_for_frame(page)
         asked, before = len(seen.requests), picture(page, "loss")
         for run in runs[:2]:
             with Recorder(run.events) as record:
                 record.write(train(21, 9.0))
         expect_points(page, "loss", 42)
-        drawn(page)
+        wait_for_frame(page)
         assert picture(page, "loss") != before
         assert len(seen.requests) == asked
         page.reload()
@@ -137,7 +140,10 @@ def test_the_best_trial_of_a_search_is_named(browser: Browser, tmp_path: Path) -
     for trial, value in enumerate([3.5, 2.25]):
         fleet.state.write(TrialDrawn(2.0, trial, {"optimizer.lr": 0.5 / (trial + 1)}))
         fleet.state.write(TrialEvaluated(3.0, trial, 10, value))
-    with served(tmp_path / "runs") as address, opened(browser, address, "fleet=two") as seen:
+    with (
+        serve_dashboard(tmp_path / "runs") as address,
+        open_dashboard(browser, address, "fleet=two") as seen,
+    ):
         head = seen.page.locator(".fleet-head")
         expect(head).to_contain_text("waiting")
         assert "best" not in head.inner_text()

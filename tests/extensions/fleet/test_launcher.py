@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from fleets import FleetPlace, phase_of, planned
+from fleets import FleetPlace, phase_of, plan_fleet
 from forks import forks
 
 from instar.extensions.fleet import placement
@@ -332,7 +332,7 @@ matrix: {seed: [0, 1]}
 max_parallel: 1
 jobs: {job: {command: ["true"], resources: {gpus: 1}}}
 """
-    plan, said = planned(tmp_path, text), list[str]()
+    plan, said = plan_fleet(tmp_path, text), list[str]()
     with (tmp_path / "trees").open("w") as trees:
         launcher = Launcher(plan, tmp_path, trees.fileno(), [free], {}, (), said.append)
         assert launcher.run(plan.instances, FleetStatus()) == 0

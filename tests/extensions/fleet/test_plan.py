@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fleets import FleetPlace, planned, refused
+from fleets import FleetPlace, fleet_error, plan_fleet
 
 from instar.config.load import load_config
 from instar.extensions.fleet import doctor
@@ -97,7 +97,7 @@ def test_a_disk_that_holds_locks_and_outputs_needs_room(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(LOCKS_VARIABLE, str(tmp_path / "locks"))  # before the outputs by name
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
-    plan = planned(
+    plan = plan_fleet(
         tmp_path, "name: x\noutput_dir: outputs/${index}\njobs: {job: {command: [ls]}}\n"
     )
     disks = [each for each in doctor.diagnose_fleet(plan, (), ()) if each.what.startswith("disk")]
@@ -122,7 +122,7 @@ def test_text_of_a_matrix_stays_text(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "it's",
         "a, b",
     ]
-    plan = planned(
+    plan = plan_fleet(
         tmp_path,
         f"""\
         name: texts
@@ -146,7 +146,7 @@ def test_text_of_a_matrix_stays_text(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_include_and_exclude(tmp_path: Path) -> None:
-    plan = planned(
+    plan = plan_fleet(
         tmp_path,
         """\
         name: sweep
@@ -165,11 +165,11 @@ def test_include_and_exclude(tmp_path: Path) -> None:
 
 
 def test_instances_share_what_the_machine_has(tmp_path: Path) -> None:
-    assert planned(tmp_path, GRPO).parallel == 4
-    assert planned(tmp_path, GRPO, machine=Machine(5, 64, 1 << 40)).parallel == 2
-    assert planned(tmp_path, GRPO, "max_parallel=3").parallel == 3
+    assert plan_fleet(tmp_path, GRPO).parallel == 4
+    assert plan_fleet(tmp_path, GRPO, machine=Machine(5, 64, 1 << 40)).parallel == 2
+    assert plan_fleet(tmp_path, GRPO, "max_parallel=3").parallel == 3
     assert (
-        planned(
+        plan_fleet(
             tmp_path, GRPO.replace("gpus: 1", "memory: 16GiB"), machine=Machine(0, 2, 100 << 30)
         ).parallel
         == 3
@@ -177,7 +177,7 @@ def test_instances_share_what_the_machine_has(tmp_path: Path) -> None:
 
 
 def test_words_are_split_before_variables_are_replaced(tmp_path: Path) -> None:
-    plan = planned(
+    plan = plan_fleet(
         tmp_path,
         """\
         name: words
@@ -209,13 +209,13 @@ MISTAKES = {
 def test_a_mistake_is_refused_with_its_line(tmp_path: Path, mistake: str) -> None:
     old, new, line, words = MISTAKES[mistake]
     assert old in GRPO
-    text = refused(tmp_path, GRPO.replace(old, new, 1))
+    text = fleet_error(tmp_path, GRPO.replace(old, new, 1))
     assert line in text
     assert words in text
 
 
 def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
-    text = refused(
+    text = fleet_error(
         tmp_path,
         """\
         name: many
@@ -266,7 +266,7 @@ def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused(tmp_path: Path, added: str, words: str) -> None:
-    assert words in refused(
+    assert words in fleet_error(
         tmp_path, f"name: wrong\n{added}\n".replace("command: x", "command: sh")
     )
 
@@ -287,9 +287,9 @@ def test_matrix_keys_are_keys_of_the_run(tmp_path: Path, monkeypatch: pytest.Mon
         run_name: s${seed}-lr${optimizer.lr}
         jobs: {train: {run: run.yaml, set: {record.log_interval: 1}}}
         """
-    plan = planned(tmp_path, sweep)
+    plan = plan_fleet(tmp_path, sweep)
     assert len(plan.instances) == 4
-    text = refused(
+    text = fleet_error(
         tmp_path,
         sweep.replace(
             "matrix: {seed: [1, 2], optimizer.lr:", "matrix: {seed: [1, 2], optimizer.rl:"
@@ -297,11 +297,11 @@ def test_matrix_keys_are_keys_of_the_run(tmp_path: Path, monkeypatch: pytest.Mon
     )
     assert "'optimizer.rl' is no key of run.yaml" in text
     assert ":2:" in text
-    assert "optimizer.lr must be" in refused(tmp_path, sweep.replace("0.01]", "-1]"))
-    assert "unknown key 'log_intrval'" in refused(
+    assert "optimizer.lr must be" in fleet_error(tmp_path, sweep.replace("0.01]", "-1]"))
+    assert "unknown key 'log_intrval'" in fleet_error(
         tmp_path, sweep.replace("log_interval", "log_intrval")
     )
-    assert "no such file" in refused(tmp_path, sweep.replace("run: run.yaml", "run: rum.yaml"))
+    assert "no such file" in fleet_error(tmp_path, sweep.replace("run: run.yaml", "run: rum.yaml"))
 
 
 @pytest.mark.parametrize(
@@ -320,7 +320,7 @@ def test_no_value_of_a_run_replaces_another(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text(RUN)
     text = f"name: twice\n{varied}\njobs: {{train: {{run: run.yaml, set: {sets}}}}}\n"
-    assert words in refused(tmp_path, text)
+    assert words in fleet_error(tmp_path, text)
 
 
 def test_a_quick_test_ends_before_the_steps_of_the_matrix(
@@ -351,8 +351,8 @@ def test_what_is_known_at_the_start_may_be_set_in_a_run(
             resources: {gpus: 2}
             set: {name: "try-${attempt}", data.source: "${gpus}", seed: "${ports.own}", data.seed: "${services.server.ports.http}"}
         """
-    planned(tmp_path, text)
-    assert "must be" in refused(tmp_path, text.replace('seed: "${ports', 'seed: "-${ports'))
+    plan_fleet(tmp_path, text)
+    assert "must be" in fleet_error(tmp_path, text.replace('seed: "${ports', 'seed: "-${ports'))
 
 
 def test_a_run_on_several_nodes_is_started_by_torchrun_on_each(
@@ -360,7 +360,7 @@ def test_a_run_on_several_nodes_is_started_by_torchrun_on_each(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text(RUN)
-    plan = planned(
+    plan = plan_fleet(
         tmp_path,
         """\
         name: wide

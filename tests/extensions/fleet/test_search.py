@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 import pytest
-from fleets import FleetPlace, planned, refused
+from fleets import FleetPlace, fleet_error, plan_fleet
 from forks import Forks
 from tiny_run import TEXT
 
@@ -60,7 +60,7 @@ class Player:
 
     def __init__(self, folder: Path, *overrides: str) -> None:
         folder.mkdir(exist_ok=True)
-        self.plan: FleetPlan = planned(folder, FLEET, *overrides)
+        self.plan: FleetPlan = plan_fleet(folder, FLEET, *overrides)
         assert self.plan.spec.search is not None
         self.search: Search = self.plan.spec.search
         self.folder = folder / "bowl"
@@ -247,11 +247,11 @@ def test_a_folder_with_another_run_is_not_taken_for_a_trial(tmp_path: Path) -> N
 
 def test_a_grid_is_every_combination_once(tmp_path: Path) -> None:
     text = FLEET.replace("trials: 12", "sampler: grid").replace("rate: {low: 1e-4, high: 1.0, log: true}", "rate: {choices: [0.1, 0.01]}")  # fmt: skip
-    assert len(planned(tmp_path, text).instances) == 2 * 4 * 2
+    assert len(plan_fleet(tmp_path, text).instances) == 2 * 4 * 2
     player = Player(tmp_path / "there")
-    search = planned(tmp_path, text).spec.search
+    search = plan_fleet(tmp_path, text).spec.search
     assert search is not None
-    player.search, player.plan = search, planned(tmp_path, text)
+    player.search, player.plan = search, plan_fleet(tmp_path, text)
     player.launch(range(16))
     assert len({tuple(each.values()) for each in player.values().values()}) == 16
 
@@ -312,7 +312,7 @@ def test_a_mistake_is_refused_with_its_line(
     tmp_path: Path, old: str, new: str, line: str, words: str
 ) -> None:
     assert old in FLEET
-    text = refused(tmp_path, FLEET.replace(old, new, 1))
+    text = fleet_error(tmp_path, FLEET.replace(old, new, 1))
     assert line in text
     assert words in text
 
@@ -341,8 +341,8 @@ def test_mistakes_of_the_runs_are_found_all_at_once(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text(RUN)
-    assert len(planned(tmp_path, RATES).instances) == 2
-    text = refused(
+    assert len(plan_fleet(tmp_path, RATES).instances) == 2
+    text = fleet_error(
         tmp_path,
         RATES.replace("seed: 1", "direction: maximize").replace(
             "{choices: [1e-2, 1e-9]}}",
@@ -362,7 +362,7 @@ def test_mistakes_of_the_runs_are_found_all_at_once(
     assert "model.n_mlp is" not in text
     assert text.count(":7:") == 5
     metric = RATES.replace("seed: 1", "metric: val/los")
-    assert "did you mean 'val/loss'" in refused(tmp_path, metric)
+    assert "did you mean 'val/loss'" in fleet_error(tmp_path, metric)
 
 
 @pytest.mark.torture

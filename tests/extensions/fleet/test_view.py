@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from recorded import started, train
+from recorded import start_event, train
 
 from instar.extensions.fleet.plan import Instance
 from instar.extensions.fleet.state import (
@@ -138,7 +138,7 @@ def test_a_run_is_read_again_when_its_record_grows(
     run.mkdir(parents=True)
     (run / "run.yaml").write_text("train:\n  until: [40it, 3ep]\n")
     with Recorder(run / "events.jsonl") as record:
-        record.write(started())
+        record.write(start_event())
         record.write(train(10, 4.0))
         first = reader.read().instances[0].progress
         assert first is not None

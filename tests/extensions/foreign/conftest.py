@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cache
 
 import pytest
-from tool_records import Written, written
+from tool_records import Written, write_record
 from typed_places import fill, instar, place, typed
 
 __all__ = ["fill", "instar", "place", "record_of", "typed"]
@@ -18,6 +18,6 @@ def record_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Writt
 
     @cache
     def record(tool: str) -> Written:
-        return written(tool, tmp_path_factory.mktemp(tool))
+        return write_record(tool, tmp_path_factory.mktemp(tool))
 
     return record

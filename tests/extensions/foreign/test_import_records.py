@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tool_records import TOOLS, Written
-from written_runs import written as write_run
+from written_runs import write_run as write_run
 
 from instar.record.rundir import find_run
 

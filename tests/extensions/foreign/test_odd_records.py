@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from tool_records import Written
-from typed import typed as typed_elsewhere
+from typed import run_commands as typed_elsewhere
 
 from instar.cli.main import main
 from instar.config import files

@@ -11,7 +11,7 @@ import pytest
 from figures import times
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from samples import dense, ragged, same
+from samples import dense, ragged_arrays, same
 
 from instar.config.errors import ConfigError
 from instar.data.columns import Columns, Ragged, cut, pick
@@ -36,7 +36,7 @@ def _small_files(monkeypatch: pytest.MonkeyPatch) -> None:
 def stored(draw: st.DrawFn) -> tuple[Columns, list[Columns]]:
     """Columns that can be stored, and the same in blocks."""
     samples = draw(st.integers(0, 6))
-    leaf = st.one_of(dense(samples), ragged(samples))
+    leaf = st.one_of(dense(samples), ragged_arrays(samples))
     whole = draw(st.dictionaries(NAMES, leaf, min_size=1, max_size=3))
     cuts = sorted([0, samples, *draw(st.lists(st.integers(0, samples), max_size=3))])
     return whole, [cut(whole, begin, end) for begin, end in itertools.pairwise(cuts)]

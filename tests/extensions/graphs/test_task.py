@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import shortened
+from cases import parametrize_first
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -398,7 +398,7 @@ def test_bfloat16_losses_are_float32() -> None:
 
 
 @pytest.mark.parametrize("layer", ["gin", "sage", "gcn", "gat"])
-@shortened("heads", [(KIND, SIZE), (ROLE,)], first=1, ids=["graph", "node"])
+@parametrize_first("heads", [(KIND, SIZE), (ROLE,)], first=1, ids=["graph", "node"])
 def test_every_layer_learns(layer: str, heads: tuple[HeadConfig, ...]) -> None:
     samples, unseen = graphs(96), graphs(48, seed=1)
     # means and maxima cannot tell how many nodes there are

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from cases import shortened
+from cases import parametrize_first
 from tuned_chats import ASKED, BASE_ENDS, CHAT_ENDS, MOST, tune_and_export
 
 import instar
@@ -18,7 +18,7 @@ from instar.extensions.grpo.models import (
 )
 
 
-@shortened("kind", BASE_ENDS, first=1)
+@parametrize_first("kind", BASE_ENDS, first=1)
 def test_samples_end_where_an_answer_of_the_run_does(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from cases import shortened
+from cases import parametrize_first
 from pretrained import write_model
 from tokenizer_layouts import write_tokenizer
 from tokenizers import Tokenizer
@@ -64,7 +64,7 @@ def test_a_model_without_an_end_is_refused_by_name(folder: Path) -> None:
         load_policy(str(folder), "arithmetic")
 
 
-@shortened("kind", ["qwen3", "gemma2", "llama", "llama2"], first=2)
+@parametrize_first("kind", ["qwen3", "gemma2", "llama", "llama2"], first=2)
 def test_texts_and_chats_become_what_transformers_makes_of_them(kind: str, tmp_path: Path) -> None:
     write_tokenizer(kind, tmp_path)
     theirs: Any = AutoTokenizer.from_pretrained(tmp_path)

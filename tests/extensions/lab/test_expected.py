@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from sized import sized
+from sized import spec_for_tokens
 
 from instar.config.language import LanguageConfig
 from instar.config.load import load_config
@@ -32,7 +32,7 @@ def foretold(preset: str, *settings: str) -> Forecast:
     base += ["train.batch_size=4", "train.until=6000it", f"preset={preset}"]
     config = load_config(None, [*base, *settings]).config
     assert isinstance(config, LanguageConfig)
-    return forecast(config, sized(config, 10**7, 256), 1)
+    return forecast(config, spec_for_tokens(config, 10**7, 256), 1)
 
 
 def test_without_a_pilot_it_is_the_range_of_other_runs_at_the_costs_of_this() -> None:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 from msgspec import structs
-from pilots import FINAL, SMALL, TOKENS, a_pilot, loss_after, spent
+from pilots import FINAL, SMALL, TOKENS, a_pilot, loss_after, stage_budgets
 
 from instar.extensions.lab.pilot_file import Pilot, Spent
 from instar.extensions.lab.saving import (
@@ -38,7 +38,7 @@ def test_what_a_pilot_measured_is_predicted_exactly() -> None:
     assert grown.exponent == pytest.approx(0.2)
     assert grown.token_worth == pytest.approx(0.3**0.2)
     assert grown.missing == pytest.approx(loss_after(80 + 120 * 0.3**0.2) - loss_after(200))
-    saving = predict_saving(pilot, spent(200, 120))
+    saving = predict_saving(pilot, stage_budgets(200, 120))
     assert saving.share == pytest.approx(share_saved(0.2, 200, 120), abs=0.005)
     assert saving.low < saving.share < saving.high
     assert saving.tokens == pytest.approx(TOKENS * (80 + 120 * 0.3**0.2), rel=0.01)
@@ -62,17 +62,17 @@ def test_a_small_model_that_saturates_is_worth_less_after_more_tokens() -> None:
     # between what is usual around these tokens per parameter and what the evaluations say
     first, last = (math.log(tokens / 5000) for tokens in (12_000, 120_000))
     usual = -0.06 - 0.12 * (first + last) / 2
-    b = [PilotFindings(pilot).b(spent(2000, 1200)) for pilot in (fast, slow)]
+    b = [PilotFindings(pilot).b(stage_budgets(2000, 1200)) for pilot in (fast, slow)]
     assert b[0] < b[1]
     assert usual - 0.1 < b[0] < usual + 0.1
     assert usual < b[1] < -0.012
-    late = [predict_saving(pilot, spent(2000, 1200)).share for pilot in (fast, slow)]
+    late = [predict_saving(pilot, stage_budgets(2000, 1200)).share for pilot in (fast, slow)]
     assert share_saved(0.8, 2000, 1200) < late[0] < late[1] < share_saved(0.1, 2000, 1200)
 
 
 def test_the_interval_grows_with_noise_and_with_the_distance() -> None:
     def width(pilot: Pilot, steps: int = 250) -> float:
-        saving = predict_saving(pilot, spent(steps, steps // 2))
+        saving = predict_saving(pilot, stage_budgets(steps, steps // 2))
         return saving.high - saving.low
 
     calm = a_pilot(lambda _: 0.2, seeds=(1, 2, 3, 4), spread=0.001)
@@ -80,17 +80,17 @@ def test_the_interval_grows_with_noise_and_with_the_distance() -> None:
     assert PilotFindings(loud).noise > 5 * PilotFindings(calm).noise
     assert width(loud) > 2 * width(calm)
     assert width(calm, 4000) > 2 * width(calm)
-    assert predict_saving(calm, spent(250, 125)).low > 0
+    assert predict_saving(calm, stage_budgets(250, 125)).low > 0
 
 
 def test_it_says_where_it_extrapolates() -> None:
     pilot = a_pilot(lambda _: 0.2)
-    assert predict_saving(pilot, spent(200, 118)).extrapolates == ()
-    (later,) = predict_saving(pilot, spent(2000, 1200)).extrapolates
+    assert predict_saving(pilot, stage_budgets(200, 118)).extrapolates == ()
+    (later,) = predict_saving(pilot, stage_budgets(2000, 1200)).extrapolates
     assert "grows after 120k tokens, 10 times as many" in later
-    (more,) = predict_saving(pilot, spent(140, 118)).extrapolates
+    (more,) = predict_saving(pilot, stage_budgets(140, 118)).extrapolates
     assert "84 % of the tokens come before the final size, in the pilot 60 %" in more
-    (ahead,) = predict_saving(a_pilot(lambda _: -0.3), spent(200, 118)).extrapolates
+    (ahead,) = predict_saving(a_pilot(lambda _: -0.3), stage_budgets(200, 118)).extrapolates
     assert "worth 1.44 of the final size" in ahead
     other = (Spent(500.0, 1e4), Spent(FINAL, 1e4))
     assert "another size" in predict_saving(pilot, other).extrapolates[-1]
@@ -98,8 +98,8 @@ def test_it_says_where_it_extrapolates() -> None:
 
 def test_a_range_of_moments_gives_the_interval_of_all() -> None:
     pilot = a_pilot(lambda _: 0.2)
-    early, late = (predict_saving(pilot, spent(200, at)) for at in (110, 120))
-    both = predict_saving(pilot, spent(200, 110), spent(200, 120))
+    early, late = (predict_saving(pilot, stage_budgets(200, at)) for at in (110, 120))
+    both = predict_saving(pilot, stage_budgets(200, 110), stage_budgets(200, 120))
     assert (both.low, both.high) == (early.low, late.high)
     assert both.share == pytest.approx((early.share + late.share) / 2)
 
@@ -107,13 +107,13 @@ def test_a_range_of_moments_gives_the_interval_of_all() -> None:
 def test_nothing_is_predicted_of_half_a_pilot_or_without_growth() -> None:
     pilot = a_pilot(lambda _: 0.2)
     with pytest.raises(ValueError, match="runs of the pilot are missing"):
-        predict_saving(structs.replace(pilot, runs=pilot.runs[1:]), spent(200, 100))
+        predict_saving(structs.replace(pilot, runs=pilot.runs[1:]), stage_budgets(200, 100))
     assert pilot_summary(structs.replace(pilot, runs=())) == {}
     for costs in ((Spent(SMALL, 2e4),), (Spent(FINAL, 2e4),)):
         runs = [structs.replace(run, spent=costs) for run in pilot.runs if run.case.grown_at]
         other = structs.replace(pilot, runs=(*pilot.runs[:2], *runs))
         with pytest.raises(ValueError, match="its run grown-200-at-120-s1 did not grow to"):
-            predict_saving(other, spent(200, 100))
+            predict_saving(other, stage_budgets(200, 100))
         assert pilot_summary(other) == {}
     with pytest.raises(ValueError, match="does not grow"):
-        predict_saving(pilot, spent(200, 0))
+        predict_saving(pilot, stage_budgets(200, 0))

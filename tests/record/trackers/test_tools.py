@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import shortened
+from cases import parametrize_first
 from figures import times
-from tracked import INFINITE_STEP, NAN_STEP, TOOLS, loss, process, read_back, read_when, written
+from tracked import INFINITE_STEP, NAN_STEP, TOOLS, loss, process, read_back, read_when, write_run
 
 STEPS = times(2_500, 10_000)
 
@@ -25,9 +25,9 @@ def curve(found: dict[str, Any]) -> dict[int, float]:
 
 
 @pytest.mark.repeated
-@shortened("tool", TOOLS, first=2)
+@parametrize_first("tool", TOOLS, first=2)
 def test_a_whole_run_is_read_back(folder: Path, tool: str) -> None:
-    written(tool, folder, 0, STEPS)
+    write_run(tool, folder, 0, STEPS)
     found = read_back(tool, folder)
     assert [step for step, _ in found["points"]] == list(range(1, STEPS + 1))
     values = curve(found)
@@ -44,7 +44,7 @@ def test_a_whole_run_is_read_back(folder: Path, tool: str) -> None:
     assert "best_loss" in json.dumps(found["final"])
 
 
-@shortened("tool", TOOLS, first=1)
+@parametrize_first("tool", TOOLS, first=1)
 def test_what_a_killed_run_had_written_is_there_and_it_goes_on_as_the_same_run(
     folder: Path, tool: str
 ) -> None:
@@ -53,7 +53,7 @@ def test_what_a_killed_run_had_written_is_there_and_it_goes_on_as_the_same_run(
         writer.kill()
     assert len(before["points"]) == 200
     assert read_back(tool, folder)["points"][-1][0] == 200
-    written(tool, folder, 150, 250)
+    write_run(tool, folder, 150, 250)
     after = read_back(tool, folder)
     assert after["runs"] == 1
     assert set(curve(after)) == set(range(1, 251))
@@ -81,9 +81,9 @@ MEDIA = {
 }
 
 
-@shortened("tool", ["tensorboard", "wandb", "mlflow"], first=1)
+@parametrize_first("tool", ["tensorboard", "wandb", "mlflow"], first=1)
 def test_images_and_tables_are_read_back(folder: Path, tool: str) -> None:
-    written(tool, folder, command="write-media")
+    write_run(tool, folder, command="write-media")
     found = read_back(tool, folder, "read-media")
     if tool == "mlflow":
         (image,) = (folder / "media").iterdir()
@@ -93,7 +93,7 @@ def test_images_and_tables_are_read_back(folder: Path, tool: str) -> None:
 
 
 def test_wandb_neither_watches_the_machine_nor_keeps_code_or_output(folder: Path) -> None:
-    written("wandb", folder, 0, 20)
+    write_run("wandb", folder, 0, 20)
     assert not {"stats", "output", "output_raw", "files"} & set(read_back("wandb", folder)["kinds"])
     kept = [path for path in folder.glob("wandb/offline-run-*/files/**/*") if path.is_file()]
     assert kept == []
