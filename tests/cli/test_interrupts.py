@@ -226,7 +226,7 @@ def test_ctrl_c_is_heard_while_a_rank_waits_for_others(tmp_path: Path) -> None:
     assert child.ended_within(HEARD_S)
     assert child.code == 130
     assert "start again with the same command" in child.output()
-    assert files(tmp_path) == {"text.txt", child.said.name}
+    assert files(tmp_path) == {"text.txt", child.output_path.name}
 
 
 @pytest.mark.torture

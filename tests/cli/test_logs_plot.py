@@ -188,7 +188,7 @@ def test_a_page_asks_for_nothing_and_shows_what_was_asked_for(place: Path, typed
         key = seen.page.get_by_title("demo seed=1 loss")
         assert key.inner_text() == "seed=1 loss"
         assert seen.errors == []
-        assert seen.elsewhere() == []
+        assert seen.urls_outside() == []
 
 
 @pytest.mark.parametrize(

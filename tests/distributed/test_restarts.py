@@ -17,7 +17,7 @@ def test_ranks_that_are_started_again_find_the_run_of_the_first(
     mishap = Mishap("kill", size - 1, "step", starts=restarts, after_s=0)
     room = Room(tmp_path, size, mishap=mishap, last=5)
     with (room.torchrun if way == "torchrun" else room.launch)(max_restarts=restarts) as ranks:
-        assert ranks.ended() == [0], ranks.said()
+        assert ranks.exit_codes() == [0], ranks.output()
     first, *later = (tmp_path / "found-0").read_text().splitlines()
     assert first == "None"
     assert len(later) == restarts
@@ -32,8 +32,8 @@ def test_a_frozen_rank_is_ended_and_all_start_again(tmp_path: Path) -> None:
     )
     with room.torchrun(max_restarts=1) as ranks:
         ranks.wait_for("met-0-1", "met-1-1")
-        assert (tmp_path / "met-0-1").stat().st_mtime - room.happened() < 15
-        assert ranks.ended() == [0], ranks.said()
+        assert (tmp_path / "met-0-1").stat().st_mtime - room.mishap_time() < 15
+        assert ranks.exit_codes() == [0], ranks.output()
     assert "rank 1 has sent no heartbeat for 1 s" in room.log(0)
 
 

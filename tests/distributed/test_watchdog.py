@@ -44,7 +44,7 @@ def let_pass(seconds: float) -> None:
 def test_a_rank_that_sleeps_before_a_meeting_is_named_by_all_with_its_line(tmp_path: Path) -> None:
     room = Room(tmp_path, silence_s=2, timeout_s=2, mishap=Mishap("sleep", 1, "evaluation"))
     with room.launch() as ranks:
-        assert ranks.ended() == [4]
+        assert ranks.exit_codes() == [4]
         assert ranks.seconds_since_mishap([0, 1]) <= room.timeout_s + 2
         summary = ranks.said()
     expected = "rank 1 has not entered a collective (gathering answers) for 2 s: it is in eval"
@@ -60,7 +60,7 @@ def test_a_rank_that_sleeps_in_a_backward_pass_is_named(tmp_path: Path) -> None:
     """Ranks meet there in a collective that nobody counts."""
     room = Room(tmp_path, silence_s=2, timeout_s=2, mishap=Mishap("sleep", 1, "backward"))
     with room.launch() as ranks:
-        assert ranks.ended() == [4]
+        assert ranks.exit_codes() == [4]
         assert ranks.seconds_since_mishap([0, 1]) <= room.timeout_s + 2
         output = ranks.said()
     assert re.search(r"all other ranks wait for rank 1: it is in step \d+, at toy_room.py", output)
@@ -70,14 +70,14 @@ def test_a_rank_that_sleeps_in_a_backward_pass_is_named(tmp_path: Path) -> None:
 def test_a_group_that_is_stopped_as_a_whole_goes_on(tmp_path: Path) -> None:
     """Ctrl-Z and fg, or a suspended machine: nobody has moved, and nobody is to blame."""
     room = Room(tmp_path, silence_s=1.0, timeout_s=2.0)
-    with room.alone() as ranks:
+    with room.without_launcher() as ranks:
         ranks.wait_for("stepping-0", "stepping-1")
         with paused_processes(room.pid(0), room.pid(1)):
             let_pass(3 * room.timeout_s)
         ranks.wait_for_step(int((tmp_path / "weights-1").read_text()) + 50)
         for rank in (0, 1):
             os.kill(room.pid(rank), signal.SIGTERM)
-        assert ranks.ended() == [75, 75]
+        assert ranks.exit_codes() == [75, 75]
 
 
 @pytest.mark.torture
@@ -90,12 +90,12 @@ def test_ranks_go_on_while_their_launcher_and_its_store_are_stopped(tmp_path: Pa
             ranks.wait_for_step(int((tmp_path / "weights-1").read_text()) + 50)
         ranks.wait_for_step(int((tmp_path / "weights-1").read_text()) + 50)
         ranks.processes[0].terminate()
-        assert ranks.ended() == [75]
+        assert ranks.exit_codes() == [75]
 
 
 def test_a_frozen_rank_that_serves_the_store_is_named(tmp_path: Path) -> None:
     room = Room(tmp_path, silence_s=2, mishap=Mishap("freeze", 0, "step"))
-    with room.alone() as ranks:
+    with room.without_launcher() as ranks:
         assert ranks.seconds_since_mishap([1]) <= room.silence_s + 2
         assert ranks.processes[1].wait(5) == 4
     assert re.search(
@@ -105,7 +105,7 @@ def test_a_frozen_rank_that_serves_the_store_is_named(tmp_path: Path) -> None:
 
 def test_a_killed_rank_that_serves_the_store_is_named(tmp_path: Path) -> None:
     room = Room(tmp_path, mishap=Mishap("kill", 0, "step"))
-    with room.alone() as ranks:
+    with room.without_launcher() as ranks:
         assert ranks.seconds_since_mishap([1]) <= 2
         assert ranks.processes[1].wait(5) == 4
     assert re.search(r"rank 0 is gone: last seen in .*step \d+; lost the store at", room.log(1))
@@ -157,8 +157,8 @@ def test_a_rank_that_fell_silent_just_before_the_store_was_lost_is_named(
 def test_a_rank_that_failed_alone_is_named_by_the_others(tmp_path: Path) -> None:
     room = Room(tmp_path, mishap=Mishap("fail", 1, "backward"))
     with room.launch() as ranks:
-        assert ranks.ended() == [4]
-        assert re.search(r"rank 1 failed at step \d+: OSError: the disk is gone", ranks.said())
+        assert ranks.exit_codes() == [4]
+        assert re.search(r"rank 1 failed at step \d+: OSError: the disk is gone", ranks.output())
     assert "rank 1 failed: OSError: the disk is gone" in room.log(0)
 
 

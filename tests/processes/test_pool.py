@@ -92,8 +92,8 @@ def test_arrays_arrive_whole_and_can_be_written_to(workers: Workers, array: np.n
 
 
 def test_a_worker_imports_no_torch(workers: Workers) -> None:
-    assert not workers.call(0, "imported", "torch").result()
-    assert workers.call(0, "imported", "hosted").result()
+    assert not workers.call(0, "has_imported", "torch").result()
+    assert workers.call(0, "has_imported", "hosted").result()
 
 
 def test_a_worker_uses_one_thread_unless_told_otherwise() -> None:
@@ -103,7 +103,7 @@ def test_a_worker_uses_one_thread_unless_told_otherwise() -> None:
 
 
 def test_signals_to_the_group_leave_workers_alone(workers: Workers) -> None:
-    assert workers.call(0, "ignored").result() == [True, True]
+    assert workers.call(0, "ignored_signals").result() == [True, True]
     for number in (signal.SIGINT, signal.SIGTERM):
         os.kill(workers.processes[0], number)
     assert workers.call(0, "echo", "alive").result() == "alive"

@@ -131,7 +131,9 @@ def test_the_name_of_a_new_run_s_folder_outlives_a_loss_of_power(tmp_path: Path,
         record = RecordConfig(**{key: str(tmp_path / "scratch" / "runs")})  # type: ignore[arg-type]
         made = create_run_dir(record, "grow").path.relative_to(tmp_path)
         recorder.say(1)
-    found = [crash.tree for crash in crashes(recorder.operations, random.Random(1)) if crash.said]
+    found = [
+        crash.tree for crash in crashes(recorder.operations, random.Random(1)) if crash.last_word
+    ]
     assert found
     assert all(str(made) in tree for tree in found)
 

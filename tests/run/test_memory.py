@@ -43,7 +43,7 @@ WAYS: Mapping[tuple[Strategy, int], tuple[str, ...]] = {
 class Measured(NamedTuple):
     highest: Mapping[str, int]
     """within each moment, on the rank with the most"""
-    left: Mapping[str, int]
+    at_end: Mapping[str, int]
     """at its end"""
     forecast: RankMemory
     grown: RankMemory
@@ -72,13 +72,13 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measure:
         children = children_as_ranks(science.forks(), ranks, "peaks:run", *argv, place=place)
         assert tiny_run.codes(children) == [0] * ranks, tiny_run.output_of(children)
         each = [json.loads((place / f"{name}-{rank}.json").read_text()) for rank in range(ranks)]
-        highest, left = (
+        highest, at_end = (
             {moment: max(one[of][moment] for one in each) for moment in each[0][of]}
-            for of in ("highest", "left")
+            for of in ("highest", "at_end")
         )
         first, grown = preflight(loaded, ranks).forecast.stages
         return Measured(
-            highest, left, first.memory[strategy], grown.memory[strategy], largest(grown)
+            highest, at_end, first.memory[strategy], grown.memory[strategy], largest(grown)
         )
 
     return measure
@@ -95,15 +95,15 @@ def test_a_rank_has_the_weights_gradients_and_moments_that_were_forecast(
 ) -> None:
     """When the gradients are reduced, nothing else of a step is left."""
     found = measured(way)
-    assert found.left["gradients"] == pytest.approx(found.forecast.kept_bytes, rel=0.15)
+    assert found.at_end["gradients"] == pytest.approx(found.forecast.kept_bytes, rel=0.15)
 
 
 def test_four_ranks_that_share_a_model_have_a_quarter_each(
     measured: Measure,
 ) -> None:
     whole, sharded = measured(("ddp", 4)), measured(("fsdp", 4))
-    assert sharded.left["gradients"] <= 0.30 * whole.left["gradients"]
-    assert sharded.left["step"] <= 0.30 * whole.left["step"], (
+    assert sharded.at_end["gradients"] <= 0.30 * whole.at_end["gradients"]
+    assert sharded.at_end["step"] <= 0.30 * whole.at_end["step"], (
         "gradients held between steps included"
     )
 
@@ -128,7 +128,7 @@ def test_growth_stays_below_its_forecast(measured: Measure, way: tuple[Strategy,
         )
         # the tensor that is read, and what is made of it, are whole
         assert old + new <= found.highest["growth"] <= 1.01 * (old + new) + 2.5 * found.largest
-        assert found.left["growth"] == pytest.approx(new, rel=0.05), "the old model is gone"
+        assert found.at_end["growth"] == pytest.approx(new, rel=0.05), "the old model is gone"
 
 
 @parametrize_first("ranks", [4, 2], first=1)

@@ -20,7 +20,7 @@ from instar.run.trainer import Trainer
 from instar.tasks.language import LanguageTask
 
 
-def _signalled(argv: Sequence[str], number: int, step: int, rank: int) -> int:
+def _main_with_signal(argv: Sequence[str], number: int, step: int, rank: int) -> int:
     if failures.is_rank(rank):
         failures.before_step(step, lambda: os.kill(os.getpid(), number))
     return main(argv)
@@ -28,27 +28,27 @@ def _signalled(argv: Sequence[str], number: int, step: int, rank: int) -> int:
 
 def stopped_at_step_17(argv: Sequence[str]) -> int:
     """Rank 1 is asked to stop."""
-    return _signalled(argv, signal.SIGTERM, 17, 1)
+    return _main_with_signal(argv, signal.SIGTERM, 17, 1)
 
 
 def rank_1_dies_at_step_7(argv: Sequence[str]) -> int:
-    return _signalled(argv, signal.SIGKILL, 7, 1)
+    return _main_with_signal(argv, signal.SIGKILL, 7, 1)
 
 
 def rank_1_freezes_at_step_7(argv: Sequence[str]) -> int:
-    return _signalled(argv, signal.SIGSTOP, 7, 1)
+    return _main_with_signal(argv, signal.SIGSTOP, 7, 1)
 
 
 def stopped_in_its_first_evaluation(argv: Sequence[str]) -> int:
     """Rank 1 is asked to stop; rank 0 hears of it where they synchronize."""
     evaluate = validation.evaluate_source
 
-    def stopped(*arguments: object, **named: object) -> object:
+    def evaluate_and_stop(*arguments: object, **options: object) -> object:
         os.kill(os.getpid(), signal.SIGTERM)
-        return evaluate(*arguments, **named)  # type: ignore[arg-type]
+        return evaluate(*arguments, **options)  # type: ignore[arg-type]
 
     if failures.is_rank(1):
-        validation.evaluate_source = stopped  # type: ignore[assignment]
+        validation.evaluate_source = evaluate_and_stop  # type: ignore[assignment]
     return main(argv)
 
 
@@ -58,13 +58,13 @@ def rank_1_has_nan_in_step_1(argv: Sequence[str]) -> int:
 
 def rank_1_cannot_evaluate(argv: Sequence[str]) -> int:
     """On rank 1, the second micro-batch of an evaluation fails."""
-    measure, measured = LanguageTask.measure, [0]
+    measure, calls = LanguageTask.measure, [0]
 
-    def failing(self: LanguageTask, *arguments: Any, **named: Any) -> Any:
-        measured[0] += 1
-        if measured[0] == 2:
+    def failing(self: LanguageTask, *arguments: Any, **options: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 2:
             raise OSError("the disk is gone")
-        return measure(self, *arguments, **named)
+        return measure(self, *arguments, **options)
 
     if failures.is_rank(1):
         LanguageTask.measure = failing  # type: ignore[method-assign]
@@ -85,13 +85,13 @@ def counts_messages(argv: Sequence[str]) -> int:
     """Say after every step how many exchanges with other ranks there were in it."""
     step = Trainer.step
 
-    def counted(self: Trainer) -> None:
+    def count_step(self: Trainer) -> None:
         before = self.parts.world.position.n_arrived
         step(self)
         os.write(terminal, f"messages {self.parts.world.position.n_arrived - before}\n".encode())
 
     terminal = os.dup(1)
-    Trainer.step = counted  # type: ignore[method-assign]
+    Trainer.step = count_step  # type: ignore[method-assign]
     LanguageTask.hooks = lambda _: [_Waiting()]  # type: ignore[method-assign]
     torch.set_num_threads(1)
     return main(argv)
@@ -104,17 +104,19 @@ def checks_means(bits: str) -> int:
     """The mean of normal numbers, in messages of about six elements; 0: it is right."""
     diloco.BUCKET = 6
     with join_group(ParallelConfig(), "cpu") as world:
-        everyones = [_drawn(rank) for rank in range(world.size)]
-        sent = getattr(torch, bits)
-        means = diloco.mean_over_ranks(world, everyones[world.rank], sent)
-    for mean, each in zip(means, zip(*everyones, strict=True), strict=True):
-        wanted = torch.stack([tensor.to(sent).float() for tensor in each]).mean(0).to(sent).float()
+        everyones = [_random_tensors(rank) for rank in range(world.size)]
+        dtype = getattr(torch, bits)
+        means = diloco.mean_over_ranks(world, everyones[world.rank], dtype)
+    for mean, tensors in zip(means, zip(*everyones, strict=True), strict=True):
+        expected = (
+            torch.stack([tensor.to(dtype).float() for tensor in tensors]).mean(0).to(dtype).float()
+        )
         torch.testing.assert_close(
-            mean, wanted, rtol=0.01 if bits == "bfloat16" else 1e-6, atol=1e-6
+            mean, expected, rtol=0.01 if bits == "bfloat16" else 1e-6, atol=1e-6
         )
     return 0
 
 
-def _drawn(rank: int) -> list[torch.Tensor]:
+def _random_tensors(rank: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(rank)
     return [torch.randn(shape, generator=generator) for shape in SHAPES]

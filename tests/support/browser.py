@@ -38,17 +38,21 @@ class Watched:
     def listen(self) -> Callable[[], None]:
         """Begin to keep what the page does; returns how to stop."""
 
-        def raised(error: Error) -> None:
+        def on_error(error: Error) -> None:
             self.errors.append(str(error))
 
-        def written(message: ConsoleMessage) -> None:
+        def on_console(message: ConsoleMessage) -> None:
             if message.type == "error":
                 self.errors.append(message.text)
 
-        def asked(request: Request) -> None:
+        def on_request(request: Request) -> None:
             self.requests.append(request)
 
-        listeners: dict[Any, Any] = {"pageerror": raised, "console": written, "request": asked}
+        listeners: dict[Any, Any] = {
+            "pageerror": on_error,
+            "console": on_console,
+            "request": on_request,
+        }
         for event, listener in listeners.items():
             self.page.on(event, listener)
 
@@ -61,10 +65,10 @@ class Watched:
     def urls(self) -> list[str]:
         return [request.url for request in self.requests]
 
-    def elsewhere(self, *origins: str) -> list[str]:
+    def urls_outside(self, *origins: str) -> list[str]:
         """Requests over a network to anything but these origins, e.g. `http://127.0.0.1:80`."""
-        asked = [url for url in self.urls() if urlsplit(url).scheme not in ("data", "blob", "file")]
-        return [url for url in asked if not url.startswith(tuple(f"{o}/" for o in origins))]
+        urls = [url for url in self.urls() if urlsplit(url).scheme not in ("data", "blob", "file")]
+        return [url for url in urls if not url.startswith(tuple(f"{o}/" for o in origins))]
 
 
 @contextmanager
@@ -82,7 +86,7 @@ def chromium() -> Iterator[Browser]:
 
 
 @contextmanager
-def watched(
+def watch_page(
     browser: Browser,
     *,
     scheme: Literal["light", "dark"] = "light",
@@ -105,11 +109,11 @@ def watched(
         )
         context.set_default_timeout(TIMEOUT_MS)
         page = context.new_page()
-    seen = Watched(page)
+    visit = Watched(page)
     try:
         page.set_viewport_size({"width": width, "height": height})
-        stop = seen.listen()
-        yield seen
+        stop = visit.listen()
+        yield visit
         stop()
         page.evaluate("localStorage.clear()")
         page.goto("about:blank")
@@ -131,6 +135,6 @@ def open_page(
     """One page in a Chromium of its own."""
     with (
         chromium() as browser,
-        watched(browser, scheme=scheme, width=width, height=height, scale=scale) as seen,
+        watch_page(browser, scheme=scheme, width=width, height=height, scale=scale) as visit,
     ):
-        yield seen
+        yield visit

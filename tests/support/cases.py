@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 
-def shortened(
+def parametrize_first(
     names: str | tuple[str, ...], cases: Iterable[Any], *, first: int, **options: Any
 ) -> pytest.MarkDecorator:
     """Return `pytest.mark.parametrize(names, cases, **options)`, marked as `marked_after` marks cases."""
@@ -43,7 +43,7 @@ def _in_torture(case: Any, *, single: bool) -> Any:
 TESTS = Path(__file__).parents[1]
 README = TESTS / "README.md"
 TITLE = "## What `make torture` alone runs\n"
-MARKERS = ("pytest.mark.torture", "shortened", "marked_after")
+MARKERS = ("pytest.mark.torture", "parametrize_first", "marked_after")
 
 
 def in_torture_alone() -> Iterator[str]:
@@ -66,8 +66,8 @@ def _extent(function: ast.FunctionDef) -> str | None:
     decorators = [ast.unparse(decorator) for decorator in function.decorator_list]
     if "pytest.mark.torture" in decorators:
         return ""
-    some = any(marker in decorator for decorator in decorators for marker in MARKERS)
-    return " (some cases)" if some else None
+    is_partial = any(marker in decorator for decorator in decorators for marker in MARKERS)
+    return " (some cases)" if is_partial else None
 
 
 def with_list(readme: str) -> str:

@@ -75,13 +75,13 @@ def weights(step: int, size: int = SIZE) -> State:
     return {"weight": tensor, "step": torch.tensor(step)}
 
 
-def save_for_ever(folder: str, acknowledged: str) -> None:
-    """Resume a chain and save step after step; each goes into the file `acknowledged` once saved.
+def save_for_ever(folder: str, log_path: str) -> None:
+    """Resume a chain and save step after step; each goes into the file `log_path` once saved.
 
     Every second process takes up the last state; the others begin with an anchor.
     """
     chain = Path(folder)
-    with Path(acknowledged).open("ab", buffering=0) as file:
+    with Path(log_path).open("ab", buffering=0) as file:
         last = links(chain)[-1].step
         base = load_state(chain) if os.getpid() % 2 else None
         for step in itertools.count(last + 1):
@@ -98,18 +98,18 @@ def save_with_too_little_room(folder: str, room_bytes: int) -> int:
     """
     chain = Path(folder)
     step = links(chain)[-1].step
-    told = ""
+    message = ""
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = load_state(chain)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room_bytes, hard))
     try:
         append(chain, step + 1, weights(step + 1), before)
     except CheckpointError as error:
-        told = str(error)
+        message = str(error)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     after_it = [link.step for link in verify_chain(chain)]
-    if told:
+    if message:
         append(chain, step + 1, weights(step + 1), before)
-    print(json.dumps({"told": told, "last": after_it[-1], "then": verify_chain(chain)[-1].step}))
+    print(json.dumps({"told": message, "last": after_it[-1], "then": verify_chain(chain)[-1].step}))
     return 0

@@ -51,9 +51,9 @@ def lab(rgb: Any) -> Any:
     return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
 
 
-def delta_e(one: Any, two: Any) -> float:
+def delta_e(first: Any, second: Any) -> float:
     """CIEDE2000 of two colours in CIELAB."""
-    (l1, a1, b1), (l2, a2, b2) = one, two
+    (l1, a1, b1), (l2, a2, b2) = first, second
     mean_c = (math.hypot(a1, b1) + math.hypot(a2, b2)) / 2
     g = 0.5 * (1 - math.sqrt(mean_c**7 / (mean_c**7 + 25**7)))
     a1, a2 = (1 + g) * a1, (1 + g) * a2
@@ -79,14 +79,14 @@ def delta_e(one: Any, two: Any) -> float:
 
 def closest(colours: list[str], vision: str) -> float:
     """The smallest distance of two of the colours."""
-    seen = [lab(VISIONS[vision] @ linear(colour)) for colour in colours]
-    return min(delta_e(one, two) for one, two in combinations(seen, 2))
+    points = [lab(VISIONS[vision] @ linear(colour)) for colour in colours]
+    return min(delta_e(first, second) for first, second in combinations(points, 2))
 
 
 def contrast(colour: str, background: str) -> float:
     """WCAG's ratio of luminances."""
     weights = np.array([0.2126, 0.7152, 0.0722])
-    one, two = sorted(
-        (float(weights @ linear(each)) for each in (colour, background)), reverse=True
+    lighter, darker = sorted(
+        (float(weights @ linear(shade)) for shade in (colour, background)), reverse=True
     )
-    return (one + 0.05) / (two + 0.05)
+    return (lighter + 0.05) / (darker + 0.05)

@@ -193,20 +193,20 @@ def write_variant(kind: str, name: str, folder: Path) -> PreTrainedModel | None:
     model.save_pretrained(folder)
     values = copy.deepcopy(dict(VARIANTS[kind][name]))
     file = folder / "config.json"
-    written = json.loads(file.read_text()) | values
+    fields = json.loads(file.read_text()) | values
     if "rope_scaling" in values or "rope_theta" in values:
-        del written["rope_parameters"]
-    if written.get("layer_types", "") is None:
-        del written["layer_types"]
-    file.write_text(json.dumps(written))
+        del fields["rope_parameters"]
+    if fields.get("layer_types", "") is None:
+        del fields["layer_types"]
+    file.write_text(json.dumps(fields))
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @torch.no_grad()
 def logits(model: PreTrainedModel) -> Tensor:
     ids = torch.randint(0, 64, (2, 30), generator=torch.Generator().manual_seed(1))
-    found: Tensor = model(ids).logits[..., :64].float()
-    return found
+    logits_BTV: Tensor = model(ids).logits[..., :64].float()
+    return logits_BTV
 
 
 def outcomes(
@@ -228,7 +228,7 @@ def outcomes(
     for number, name in enumerate(names):
         out = place / f"out-{number}"
         try:
-            grown = grow_folder(folder, out, [GROWN[name]], check=False)
+            growth = grow_folder(folder, out, [GROWN[name]], check=False)
         except InstarError as error:
             yield name, f"refused: {error}"
             continue
@@ -237,9 +237,9 @@ def outcomes(
         except Exception as error:
             yield name, f"does not load: {type(error).__name__}: {error}"
             continue
-        moved = float((after - before).abs().max() / before.abs().max())
-        label = grown.stages[0].label
-        if label != "lossy" and not moved <= 2e-5:
-            yield name, f"labelled {label}, and moved by {moved:.2g}"
+        difference = float((after - before).abs().max() / before.abs().max())
+        label = growth.stages[0].label
+        if label != "lossy" and not difference <= 2e-5:
+            yield name, f"labelled {label}, and moved by {difference:.2g}"
         else:
-            yield name, "equal" if moved <= 2e-5 else "other"
+            yield name, "equal" if difference <= 2e-5 else "other"

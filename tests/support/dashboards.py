@@ -45,17 +45,17 @@ def asking(address: str) -> httpx.Client:
 
 
 @contextmanager
-def served(folder: Path, *, read_only: bool = True) -> Iterator[str]:
+def serve_dashboard(folder: Path, *, read_only: bool = True) -> Iterator[str]:
     """The address of one in a thread of this process, which looks at the runs more often."""
     ending = Ending()
     address = bind("127.0.0.1", 0, None)
     config = server_config(folder, address, ending, FleetCatalog, read_only=read_only)
     server = uvicorn.Server(config)
-    with pytest.MonkeyPatch.context() as patch, socket(fileno=address.descriptor) as bound:
+    with pytest.MonkeyPatch.context() as patch, socket(fileno=address.descriptor) as listener:
         patch.setattr(catalog, "FRESH_S", 0.1)
         patch.setattr(site, "FRESH_S", 0.1)
         patch.setattr(live, "POLL_S", 0.05)
-        thread = Thread(target=server.run, args=([bound],))
+        thread = Thread(target=server.run, args=([listener],))
         thread.start()
         try:
             yield address.url

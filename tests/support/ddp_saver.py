@@ -24,19 +24,19 @@ def train_and_save(root: Path, arch: Architecture) -> None:
     with join_group(ParallelConfig(timeout_s=60), "cpu") as world:
         model = GPT(arch)
         model.init_weights(0)
-        wrapped = wrap(model, world, DDPConfig())
-        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        ddp_model = wrap(model, world, DDPConfig())
+        optimizer = torch.optim.SGD(ddp_model.parameters(), lr=0.1)
         tokens = (torch.arange(16).reshape(2, 8) + world.rank) % arch.vocab_size
-        wrapped(tokens, tokens.roll(-1)).backward()
+        ddp_model(tokens, tokens.roll(-1)).backward()
         optimizer.step()
-        bare = unwrap(wrapped)
+        bare = unwrap(ddp_model)
         weights = dict(bare.named_parameters())
         publish_checkpoint(
             root, 1, CheckpointContent({"model": weights}, {}, arch.to_dict()), world=world
         )
         if world.is_main:
             with torch.no_grad():
-                save_file({"logits": wrapped(tokens).contiguous()}, root / "logits.safetensors")
+                save_file({"logits": ddp_model(tokens).contiguous()}, root / "logits.safetensors")
 
 
 if __name__ == "__main__":

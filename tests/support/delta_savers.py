@@ -24,32 +24,32 @@ ANCHOR_EVERY = 5
 def weights(step: int) -> dict[str, Tensor]:
     """Random weights, of which one in 32 differs from the step before; they say of which step they are."""
     base = torch.Generator().manual_seed(0)
-    found = {}
+    tensors = {}
     for name in ("one", "other"):
         tensor = torch.rand(ROWS, generator=base, dtype=torch.float32).bfloat16()
         tensor[step % 64 :: 64] = float(step % 256)
         tensor[:2] = torch.tensor([step // 256, step % 256], dtype=torch.bfloat16)
-        found[name] = tensor
-    return found
+        tensors[name] = tensor
+    return tensors
 
 
 def holds(folder: Path, number: int, step: int) -> bool:
     """Whether a link holds the weights of a step, bit for bit."""
-    stored, expected = load_state(folder, number), weights(step)
-    return stored.keys() == expected.keys() and all(
-        torch.equal(stored[name].view(torch.int16), expected[name].view(torch.int16))
+    actual, expected = load_state(folder, number), weights(step)
+    return actual.keys() == expected.keys() and all(
+        torch.equal(actual[name].view(torch.int16), expected[name].view(torch.int16))
         for name in expected
     )
 
 
-def save_for_ever(folder: str, first_step: int, acknowledged: str) -> None:
-    """Save step after step; number and step go into `acknowledged` once a link is on disk."""
+def save_for_ever(folder: str, first_step: int, log_path: str) -> None:
+    """Save step after step; number and step go into `log_path` once a link is on disk."""
     writer = DeltaWriter(Path(folder), anchor_every=ANCHOR_EVERY)
-    with Path(acknowledged).open("ab", buffering=0) as file:
+    with Path(log_path).open("ab", buffering=0) as file:
         for step in itertools.count(first_step):
             writer.save(step, weights(step))
-            for written in writer.finished_links():
-                file.write(b"%d %d\n" % (written.link.number, written.link.step))
+            for entry in writer.finished_links():
+                file.write(b"%d %d\n" % (entry.link.number, entry.link.step))
 
 
 def save_with_too_little_room(root: str, room_bytes: int, kind: str) -> int:
@@ -66,21 +66,21 @@ def save_with_too_little_room(root: str, room_bytes: int, kind: str) -> int:
             print(json.dumps({"refused": error.strerror}))
             return 0
     folder = disk / "deltas"
-    told = _saved(folder, range(3))
+    messages = _save_steps(folder, range(3))
     before = _numbers(folder)
     with limit_files(room_bytes) if kind == "limit" else fill_disk(disk, room_bytes):
-        told += _saved(folder, range(2, 40))
+        messages += _save_steps(folder, range(2, 40))
     during = links(folder)
     verify_chain(folder)
-    whole = all(holds(folder, link.number, link.step) for link in during)
-    then = _saved(folder, range(during[-1].step, during[-1].step + 3))
+    is_intact = all(holds(folder, link.number, link.step) for link in during)
+    later_messages = _save_steps(folder, range(during[-1].step, during[-1].step + 3))
     verify_chain(folder)
     last = links(folder)[-1]
     facts = {
-        "told": told,
+        "told": messages,
         "kept": _numbers(folder)[: len(before)] == before,
-        "whole": whole and holds(folder, last.number, last.step),
-        "then": then,
+        "whole": is_intact and holds(folder, last.number, last.step),
+        "then": later_messages,
         "more": last.step - during[-1].step,
         "numbers": _numbers(folder) == list(range(len(links(folder)))),
         "left_over": [path.name for path in folder.glob(".*")],
@@ -89,7 +89,7 @@ def save_with_too_little_room(root: str, room_bytes: int, kind: str) -> int:
     return 0
 
 
-def _saved(folder: Path, steps: range) -> list[str]:
+def _save_steps(folder: Path, steps: range) -> list[str]:
     """Save these steps, until that fails; return how."""
     with _writing(folder) as writer:
         for step in steps:

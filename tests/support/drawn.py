@@ -11,7 +11,7 @@ from instar.record.rundir import RunDir
 BEGAN = 1_795_300_000.0
 
 
-def place(step: int, **changed: Any) -> dict[str, Any]:
+def place(step: int, **changes: Any) -> dict[str, Any]:
     every = {
         "step": step,
         "samples": 16 * step,
@@ -21,15 +21,15 @@ def place(step: int, **changed: Any) -> dict[str, Any]:
         "wall_s": 0.5 * step,
         "active_s": 0.4 * step,
     }
-    return every | changed
+    return every | changes
 
 
-def train(step: int, loss: float, **changed: Any) -> Train:
-    return Train(loss=loss, lr=1e-3 / (1 + step), **place(step, **changed))
+def train(step: int, loss: float, **changes: Any) -> Train:
+    return Train(loss=loss, lr=1e-3 / (1 + step), **place(step, **changes))
 
 
-def evaluated(step: int, loss: float, **changed: Any) -> Eval:
-    return Eval(split="val", loss=loss, **place(step, **changed))
+def eval_event(step: int, loss: float, **changes: Any) -> Eval:
+    return Eval(split="val", loss=loss, **place(step, **changes))
 
 
 def write_run(path: Path, events: Iterable[Event | tuple[int, Event]], config: str = "") -> RunDir:
@@ -62,9 +62,9 @@ def falling(steps: int = 100, high: float = 6.0) -> list[Event]:
         loss = 2 + (high - 2) * (1 - step / steps)
         events.append(train(step, loss))
         if step % max(1, steps // 10) == 0:
-            events.append(evaluated(step, loss + 0.1))
+            events.append(eval_event(step, loss + 0.1))
         if step == steps // 2:
-            widened = {"name": "widen_mlp", "value": 352, "verb": "GROW", "change": "192→352"}
-            events.append(OperationEvent(**widened, **place(step)))
+            growth = {"name": "widen_mlp", "value": 352, "verb": "GROW", "change": "192→352"}
+            events.append(OperationEvent(**growth, **place(step)))
             events.append(Saved(path=f"checkpoints/step-{step}", **place(step)))
     return events

@@ -43,16 +43,16 @@ def unit_of(nodeid: str) -> str:
 
 def seconds_of(nodeid: str) -> float:
     """How long its unit takes; 0 where that is little or not known."""
-    return _recorded().get(unit_of(nodeid), 0.0)
+    return _recorded_seconds().get(unit_of(nodeid), 0.0)
 
 
 @cache
-def _recorded() -> dict[str, float]:
+def _recorded_seconds() -> dict[str, float]:
     lines = RECORDED.read_text("utf-8").splitlines()
     return {unit: float(seconds) for seconds, unit in (line.split(" ", 1) for line in lines)}
 
 
-def summed(log: str) -> Iterable[str]:
+def unit_sums(log: str) -> Iterable[str]:
     """Of the output of `pytest --durations`: each unit, longest first."""
     units: dict[str, float] = {}
     for seconds, nodeid in LINE.findall(log):
@@ -64,4 +64,4 @@ def summed(log: str) -> Iterable[str]:
 
 
 if __name__ == "__main__":
-    RECORDED.write_text("".join(f"{line}\n" for line in summed(sys.stdin.read())), "utf-8")
+    RECORDED.write_text("".join(f"{line}\n" for line in unit_sums(sys.stdin.read())), "utf-8")

@@ -48,17 +48,17 @@ class Exported:
         ids = self.tokenizer.encode(prompt)
         tokens_BT = torch.tensor([ids.tolist()])
         grown_BT = generate(self.model, tokens_BT, NEW_TOKENS, SamplingOptions(temperature=0.0))
-        return [int(each) for each in grown_BT[0, len(ids) :]]
+        return [int(token) for token in grown_BT[0, len(ids) :]]
 
-    def log_likelihood(self, text: str, given: str = "") -> float:
-        """ln p(`text`) after `given`, or after the end token, in full windows of the model's context
+    def log_likelihood(self, text: str, prompt: str = "") -> float:
+        """ln p(`text`) after `prompt`, or after the end token, in full windows of the model's context
         and a last one that overlaps the one before."""
-        ids = self.tokenizer.encode(given + text).tolist()
-        known = torch.tensor(ids if given else [self.tokenizer.end_id, *ids])
+        ids = self.tokenizer.encode(prompt + text).tolist()
+        tokens = torch.tensor(ids if prompt else [self.tokenizer.end_id, *ids])
         context, total = self.model.arch.context, 0.0
-        for start in range(len(self.tokenizer.encode(given)) or 1, len(known), context):
-            end = min(start + context, len(known))
-            window = known[max(0, end - context - 1) : end]
+        for start in range(len(self.tokenizer.encode(prompt)) or 1, len(tokens), context):
+            end = min(start + context, len(tokens))
+            window = tokens[max(0, end - context - 1) : end]
             with torch.no_grad():
                 logits_TV = self.model(window[None, :-1])[0]
             lost_T = F.cross_entropy(logits_TV, window[1:], reduction="none")
@@ -68,15 +68,15 @@ class Exported:
 
 def run_instar(place: Path, *words: str) -> None:
     command = [sys.executable, "-m", "instar", *words]
-    done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def export_all(place: Path) -> dict[str, Exported]:
     """Of runs in the styles of GPT-2 and Llama, and the latter after more growth in transformers' class,
     which keeps what it computes."""
     (place / "squares.txt").write_text(TEXT)
-    found = {}
+    exports = {}
     for preset in ("gpt2", "llama"):
         (place / "run.yaml").write_text(CONFIG.format(preset=preset))
         run_instar(place, "train", "run.yaml", "--set", f"record.run_dir={preset}-run")
@@ -84,14 +84,14 @@ def export_all(place: Path) -> dict[str, Exported]:
         run = place / f"{preset}-run"
         model = load_gpt(run / "checkpoints" / "step-60")
         assert model.arch.n_layer == 3
-        found[preset] = Exported(place / preset, model, load_saved_tokenizer(run))
+        exports[preset] = Exported(place / preset, model, load_saved_tokenizer(run))
     model = AutoModelForCausalLM.from_pretrained(place / "llama")
     for name, value in {"widen_mlp": "x2", "widen_hidden": "x2", "insert_layers": 1}.items():
         grow(model, name, value)
     model.save_pretrained(place / "grown")
     AutoTokenizer.from_pretrained(place / "llama").save_pretrained(place / "grown")
-    llama = found["llama"]
-    return found | {"grown": Exported(place / "grown", llama.model, llama.tokenizer)}
+    llama = exports["llama"]
+    return exports | {"grown": Exported(place / "grown", llama.model, llama.tokenizer)}
 
 
 def offline() -> dict[str, str]:

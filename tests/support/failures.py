@@ -52,14 +52,14 @@ def before_step(number: int, act: Callable[[], None]) -> None:
     """Do something once this rank comes to a step, with no save of an earlier one under way."""
     step = Trainer.step
 
-    def acted(self: Trainer) -> None:
+    def act_and_step(self: Trainer) -> None:
         if self.state.progress.step + 1 == number:
             if self.parts.saver.pending is not None:
                 futures.wait([self.parts.saver.pending])
             act()
         step(self)
 
-    Trainer.step = acted  # type: ignore[method-assign]
+    Trainer.step = act_and_step  # type: ignore[method-assign]
 
 
 def full_from_step_8(argv: Sequence[str]) -> int:
@@ -89,8 +89,8 @@ def saves_what_it_loaded(argv: Sequence[str]) -> int:
     """A resumed run saves before its first step, too."""
     restore = opening.resume_from
 
-    def resume_from(trainer: Trainer, *given: Any, **named: Any) -> None:
-        restore(trainer, *given, **named)
+    def resume_from(trainer: Trainer, *arguments: Any, **options: Any) -> None:
+        restore(trainer, *arguments, **options)
         trainer.save("what was loaded", must=True)
 
     opening.resume_from = resume_from
@@ -220,10 +220,10 @@ def trains_again_and_again(times: int, overrides: Sequence[str]) -> int:
         gc.collect()
         time.sleep(0.1)  # the system may count a thread a moment longer than it lives
         trainers = sum(type(thing) is Trainer for thing in gc.get_objects())
-        left = {"trainers": trainers, "threads": me.num_threads(), "rss": me.memory_info().rss}
+        usage = {"trainers": trainers, "threads": me.num_threads(), "rss": me.memory_info().rss}
         same = flags == (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
         # one write, which the other rank's cannot divide: torchrun starts ranks unbuffered
-        print(f"left {json.dumps(left | {'flags': same})}\n", end="", flush=True)
+        print(f"left {json.dumps(usage | {'flags': same})}\n", end="", flush=True)
     return 0
 
 
@@ -233,18 +233,18 @@ def counts_workers(argv: Sequence[str]) -> int:
 
     from instar.processes.pool import Workers
 
-    started = [0]
+    starts = [0]
     start, step = Workers.__init__, Trainer.step
 
-    def counted(self: Workers, *arguments: Any) -> None:
-        started[0] += 1
+    def count_start(self: Workers, *arguments: Any) -> None:
+        starts[0] += 1
         start(self, *arguments)
 
     def telling(self: Trainer) -> None:
         step(self)
-        print("workers", started[0], len(psutil.Process().children()), flush=True)
+        print("workers", starts[0], len(psutil.Process().children()), flush=True)
 
-    Workers.__init__ = counted  # type: ignore[method-assign]
+    Workers.__init__ = count_start  # type: ignore[method-assign]
     Trainer.step = telling  # type: ignore[method-assign]
     return main(argv)
 
@@ -256,18 +256,18 @@ def saves_once_told_twice(argv: Sequence[str]) -> int:
 
     save, one_rank = Saver.save, training._one_rank
 
-    def told_again(self: Saver, *arguments: Any, **named: Any) -> None:
+    def signal_and_save(self: Saver, *arguments: Any, **options: Any) -> None:
         threading.Event().wait(0.5)  # longer than what counts as the same signal
         os.kill(os.getpid(), signal.SIGTERM)
-        save(self, *arguments, **named)
+        save(self, *arguments, **options)
 
-    def told_at_last(*arguments: Any) -> int:
+    def run_and_signal(*arguments: Any) -> int:
         code = one_rank(*arguments)
         os.kill(os.getpid(), signal.SIGTERM)
         return code
 
-    Saver.save = told_again  # type: ignore[method-assign]
-    training._one_rank = told_at_last  # type: ignore[assignment]
+    Saver.save = signal_and_save  # type: ignore[method-assign]
+    training._one_rank = run_and_signal  # type: ignore[assignment]
     return main(argv)
 
 
@@ -275,11 +275,11 @@ def told_to_stop_before_it_starts(argv: Sequence[str]) -> int:
     """SIGTERM comes while the config is checked."""
     preflight = plan.preflight
 
-    def told(*arguments: Any, **named: Any) -> Any:
+    def stop_and_preflight(*arguments: Any, **options: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
-        return preflight(*arguments, **named)
+        return preflight(*arguments, **options)
 
-    plan.preflight = told  # type: ignore[assignment]
+    plan.preflight = stop_and_preflight  # type: ignore[assignment]
     return main(argv)
 
 
@@ -299,10 +299,10 @@ def rank_1_cannot_read(argv: Sequence[str]) -> int:
     """On rank 1, the samples of step 8 cannot be read."""
     take = Prefetcher.take
 
-    def failing(self: Prefetcher, cursor: int, *arguments: Any, **named: Any) -> StepBatch:
+    def failing(self: Prefetcher, cursor: int, *arguments: Any, **options: Any) -> StepBatch:
         if cursor == (FAILING_STEP - 1) * GLOBAL_BATCH:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return take(self, cursor, *arguments, **named)
+        return take(self, cursor, *arguments, **options)
 
     if is_rank(1):
         Prefetcher.take = failing  # type: ignore[method-assign]
@@ -311,13 +311,13 @@ def rank_1_cannot_read(argv: Sequence[str]) -> int:
 
 def rank_1_cannot_read_step(argv: Sequence[str], step: int) -> int:
     """On rank 1, the samples of a step cannot be read."""
-    take, taken = Prefetcher.take, [0]
+    take, calls = Prefetcher.take, [0]
 
-    def failing(self: Prefetcher, cursor: int, *arguments: Any, **named: Any) -> StepBatch:
-        taken[0] += 1
-        if taken[0] == step:
+    def failing(self: Prefetcher, cursor: int, *arguments: Any, **options: Any) -> StepBatch:
+        calls[0] += 1
+        if calls[0] == step:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return take(self, cursor, *arguments, **named)
+        return take(self, cursor, *arguments, **options)
 
     if is_rank(1):
         Prefetcher.take = failing  # type: ignore[method-assign]
@@ -328,12 +328,12 @@ def rank_1_grows_otherwise(argv: Sequence[str]) -> int:
     """On rank 1, what an operation makes new has other values."""
     from instar.growth import engine
 
-    def otherwise(plan: Any, tensors: Any, role: Any, key: tuple[int, ...]) -> Any:
-        return applied(plan, tensors, role, (*key, 1))
+    def apply_with_other_key(plan: Any, tensors: Any, role: Any, key: tuple[int, ...]) -> Any:
+        return apply_each(plan, tensors, role, (*key, 1))
 
-    applied = engine.apply_each
+    apply_each = engine.apply_each
     if is_rank(1):
-        engine.apply_each = otherwise  # type: ignore[assignment]
+        engine.apply_each = apply_with_other_key  # type: ignore[assignment]
     return main(argv)
 
 
@@ -377,19 +377,19 @@ def stop_is_withdrawn(argv: Sequence[str]) -> int:
     request is withdrawn."""
     finish = sync_point.SyncPoint.finish
 
-    def finished(self: sync_point.SyncPoint, *arguments: Any) -> None:
+    def finish_and_withdraw(self: sync_point.SyncPoint, *arguments: Any) -> None:
         finish(self, *arguments)
         if self.stop_requested and self.inbox is not None:
             for request in self.inbox.requests():
                 request.withdraw()
 
-    def asked() -> None:
+    def request_stop() -> None:
         (folder,) = Path().glob("*/checkpoints")
         send_request(folder.with_name("control"), "stop")
 
     if is_rank(0):
-        before_step(FAILING_STEP, asked)
-        sync_point.SyncPoint.finish = finished  # type: ignore[method-assign]
+        before_step(FAILING_STEP, request_stop)
+        sync_point.SyncPoint.finish = finish_and_withdraw  # type: ignore[method-assign]
     return main(argv)
 
 
@@ -397,13 +397,13 @@ def rank_1_cannot_wrap_again(argv: Sequence[str]) -> int:
     """On rank 1, there is no room for DDP's buckets around a second model."""
     from torch.nn.parallel import DistributedDataParallel
 
-    make, made = DistributedDataParallel.__init__, [0]
+    make, calls = DistributedDataParallel.__init__, [0]
 
-    def refuse(self: DistributedDataParallel, *arguments: Any, **named: Any) -> None:
-        made[0] += 1
-        if made[0] > 1:
+    def refuse(self: DistributedDataParallel, *arguments: Any, **options: Any) -> None:
+        calls[0] += 1
+        if calls[0] > 1:
             raise torch.OutOfMemoryError("no room for buckets")
-        make(self, *arguments, **named)
+        make(self, *arguments, **options)
 
     # what calls it looks at its arguments, to know the version of torch
     functools.update_wrapper(refuse, make)
@@ -485,10 +485,10 @@ def data_block_in_epoch_2(argv: Sequence[str]) -> int:
         epoch_samples = order.samples_per_epoch
         return _NeverTwice(source), order
 
-    def telling(self: Prefetcher, cursor: int, *arguments: Any, **named: Any) -> StepBatch:
+    def telling(self: Prefetcher, cursor: int, *arguments: Any, **options: Any) -> StepBatch:
         if cursor == epoch_samples:
             os.write(terminal, b"waiting for data\n")
-        return take(self, cursor, *arguments, **named)
+        return take(self, cursor, *arguments, **options)
 
     if is_rank(-1):
         LanguageTask.train_samples = blocking  # type: ignore[method-assign]
@@ -511,10 +511,10 @@ class _NeverTwice:
         return self._source.weights(indices)
 
     def read(self, indices: Int64Array, epoch: int = 0) -> Columns:
-        asked = set(indices.tolist())
-        if asked & self._read:
+        numbers = set(indices.tolist())
+        if numbers & self._read:
             threading.Event().wait()
-        self._read |= asked
+        self._read |= numbers
         return self._source.read(indices, epoch)
 
 
@@ -522,18 +522,18 @@ def notes_what_is_asked_of_ddp(argv: Sequence[str], file: str) -> int:
     """Write down the attributes of DistributedDataParallel that Instar's own code reads."""
     from torch.nn.parallel import DistributedDataParallel
 
-    ours, asked = str(Path(sync_point.__file__).parents[2]), set[str]()
+    source_dir, attributes = str(Path(sync_point.__file__).parents[2]), set[str]()
     get = DistributedDataParallel.__getattribute__
 
-    def noted(self: DistributedDataParallel, name: str) -> Any:
-        if sys._getframe(1).f_code.co_filename.startswith(ours):
-            asked.add(name)
+    def note_attribute(self: DistributedDataParallel, name: str) -> Any:
+        if sys._getframe(1).f_code.co_filename.startswith(source_dir):
+            attributes.add(name)
         return get(self, name)
 
-    DistributedDataParallel.__getattribute__ = noted  # type: ignore[method-assign]
+    DistributedDataParallel.__getattribute__ = note_attribute  # type: ignore[method-assign]
     code = main(argv)
     if is_rank(0):
-        Path(file).write_text(" ".join(sorted(asked)), encoding="utf-8")
+        Path(file).write_text(" ".join(sorted(attributes)), encoding="utf-8")
     return code
 
 
@@ -546,17 +546,17 @@ def _with_nan(argv: Sequence[str], rank: int, at: Callable[[int], bool]) -> int:
     steps = [0]
     step, loss_sum = Trainer.step, LanguageTask.loss_sum
 
-    def counted(self: Trainer) -> None:
+    def count_step(self: Trainer) -> None:
         steps[0] = self.state.progress.step + 1
         step(self)
 
-    def poisoned(self: LanguageTask, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    def nan_loss(self: LanguageTask, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         loss = loss_sum(self, model, batch)
         return loss * float("nan") if model.training and at(steps[0]) else loss
 
     if is_rank(rank):
-        Trainer.step = counted  # type: ignore[method-assign]
-        LanguageTask.loss_sum = poisoned  # type: ignore[method-assign]
+        Trainer.step = count_step  # type: ignore[method-assign]
+        LanguageTask.loss_sum = nan_loss  # type: ignore[method-assign]
     return main(argv)
 
 

@@ -84,8 +84,8 @@ def lacks_a_field() -> Iterator[dict[str, str]]:
 def ids() -> Iterator[dict[str, Any]]:
     """Token ids; one of them is not in a vocabulary of bytes."""
     for number in range(DOCUMENTS):
-        found = np.frombuffer(document(number).encode(), np.uint8).astype(np.int64)
-        yield {"tokens": found + 1000 if number == WRONG else found}
+        tokens = np.frombuffer(document(number).encode(), np.uint8).astype(np.int64)
+        yield {"tokens": tokens + 1000 if number == WRONG else tokens}
 
 
 def _with(wrong: object) -> Iterator[Any]:

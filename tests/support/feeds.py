@@ -49,9 +49,9 @@ def local_feed(
     drop_last: bool = False,
 ) -> Prefetcher:
     slices = virtual_ranks or world_size
-    each = slices // world_size
-    own = range(rank * each, (rank + 1) * each)
-    reader = LocalReader(source, order, slices, own, f"rank {rank}", drop_last)
+    per_rank = slices // world_size
+    share = range(rank * per_rank, (rank + 1) * per_rank)
+    reader = LocalReader(source, order, slices, share, f"rank {rank}", drop_last)
     return Prefetcher(reader, prefetch, in_caller=not prefetch)
 
 
@@ -86,9 +86,9 @@ def dispatched_feeds(
 ) -> list[Prefetcher]:
     """The feeds of all ranks, of which the first one reads for all."""
     queues = queues or Queues(world)
-    own = [range(rank, rank + 1) for rank in range(world)]
+    shares = [range(rank, rank + 1) for rank in range(world)]
     reader = LocalReader(source, order, world, range(world), "rank 0", drop_last)
-    feeds = [Prefetcher(BroadcastSender(reader, own, queues, number))]
+    feeds = [Prefetcher(BroadcastSender(reader, shares, queues, number))]
     return feeds + [
         Prefetcher(BroadcastReceiver(Side(queues, rank), number)) for rank in range(1, world)
     ]

@@ -29,16 +29,16 @@ def times(short: int, full: int) -> int:
     return full if FULL else short
 
 
-def none_of(tried: int, what: str, found: Sequence[object]) -> Figures:
-    """Nothing may be found in `tried` trials; `what` would be wrong if it were. It is printed."""
-    for one in found[:SHOWN]:
-        print(f"{what}: {one}")
-    return _case(f"{tried:,} × {what}", len(found), "trials", most=0)
+def none_of(trials: int, what: str, failures: Sequence[object]) -> Figures:
+    """Nothing may be found in `trials` trials; `what` would be wrong if it were. It is printed."""
+    for failure in failures[:SHOWN]:
+        print(f"{what}: {failure}")
+    return _case(f"{trials:,} × {what}", len(failures), "trials", most=0)
 
 
-def all_of(tried: int, what: str, good: int) -> Figures:
-    """The share of `tried` trials that came out as they must, which is all of them."""
-    return _case(f"{tried:,} × {what}", 100 * good / tried, "%", least=100)
+def all_of(trials: int, what: str, good: int) -> Figures:
+    """The share of `trials` trials that came out as they must, which is all of them."""
+    return _case(f"{trials:,} × {what}", 100 * good / trials, "%", least=100)
 
 
 def at_most(what: str, figures: Sequence[float], unit: str, bar: float) -> Figures:
@@ -59,14 +59,14 @@ def write(name: str, cases: Sequence[Figures]) -> Path:
         AssertionError: a bar was missed. The figures are written before.
     """
     name = f"torture-{name}"
-    kept = _report.RESULTS if FULL else None
+    results_dir = _report.RESULTS if FULL else None
     path: Path = _report.RESULTS / f"{name}.json"
-    chosen = _report.Options(quick=not FULL, results=kept, load=os.getloadavg()[0])
+    options = _report.Options(quick=not FULL, results=results_dir, load=os.getloadavg()[0])
     print(json.dumps({"name": name, "cases": list(cases)}, ensure_ascii=False))
     # without a history: what is counted is what went wrong, and that is nothing
-    _report.publish(name, [_report.Case(**case) for case in cases], chosen, history=False)
-    missed = [case["case"] for case in cases if case["ok"] is False]
-    assert not missed, f"missed: {missed}"
+    _report.publish(name, [_report.Case(**case) for case in cases], options, history=False)
+    failures = [case["case"] for case in cases if case["ok"] is False]
+    assert not failures, f"missed: {failures}"
     return path
 
 

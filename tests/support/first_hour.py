@@ -27,7 +27,7 @@ def main() -> int:
             if not commands:
                 continue
             start_s, before = time.monotonic(), os.times()
-            done = subprocess.run(
+            result = subprocess.run(
                 ["bash", "-euo", "pipefail", "-c", commands],
                 cwd=folder,
                 env=os.environ | {"PATH": path},
@@ -38,8 +38,8 @@ def main() -> int:
             used_s = after.children_user + after.children_system
             used_s -= before.children_user + before.children_system
             print(f"{title:<24}{time.monotonic() - start_s:8.1f} s  processor {used_s:8.1f} s")
-            if done.returncode:
-                return done.returncode
+            if result.returncode:
+                return result.returncode
     return 0
 
 

@@ -78,12 +78,12 @@ class FleetPlace:
     first_port: int
     python: Path | None = None
     """of Instar runs, e.g. `forks.python`, which spares them the seconds in which they import torch"""
-    installed: bool = False
+    new_interpreters: bool = False
     """whether commands are new interpreters, and not forked"""
 
     def env(self) -> dict[str, str]:
-        own = {"INSTAR_LOCK_DIR": str(self.path / "locks"), "OMP_NUM_THREADS": "1"}
-        return {**os.environ, **own}
+        variables = {"INSTAR_LOCK_DIR": str(self.path / "locks"), "OMP_NUM_THREADS": "1"}
+        return {**os.environ, **variables}
 
     def write(self, text: str, name: str = "fleet.yaml") -> Path:
         (self.path / "server.py").write_text(SERVER)
@@ -96,7 +96,7 @@ class FleetPlace:
         instar = ["-c", OF_RUNS, str(self.python)] if self.python else ["-m", "instar.cli.main"]
         return subprocess.Popen(
             [
-                sys.executable if self.installed else forks().python,
+                sys.executable if self.new_interpreters else forks().python,
                 *instar,
                 "fleet",
                 *map(str, words),
@@ -129,16 +129,16 @@ class FleetPlace:
         deadline = time.monotonic() + timeout_s
         while True:
             with suppress(Exception):
-                found = self.status(name)
-                if condition(found):
-                    return found
+                state = self.status(name)
+                if condition(state):
+                    return state
             if time.monotonic() > deadline:
-                raise AssertionError(f"no such state: {json.dumps(found)}")
+                raise AssertionError(f"no such state: {json.dumps(state)}")
             time.sleep(0.05)
 
-    def marked(self) -> list[int]:
+    def living_pids(self) -> list[int]:
         """The living processes of this place's fleets."""
-        found = []
+        pids = []
         for folder in Path("/proc").iterdir():
             if folder.name.isdecimal():
                 with suppress(OSError):
@@ -146,8 +146,8 @@ class FleetPlace:
                     if f"INSTAR_FLEET={self.path}/".encode() in env:
                         state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
                         if state != "Z":
-                            found.append(int(folder.name))
-        return found
+                            pids.append(int(folder.name))
+        return pids
 
 
 PAIR = {
@@ -165,8 +165,8 @@ class RunningFleet:
     def __init__(self, path: Path, **changes: object) -> None:
         self.folder = path / "fleets" / "two"
         self.folder.mkdir(parents=True)
-        kept = {"format": "instar-fleet/1", "spec": PAIR | changes, "configs": {}, "gpus": None}
-        (self.folder / "fleet.json").write_text(json.dumps(kept | {"cwd": str(path)}))
+        content = {"format": "instar-fleet/1", "spec": PAIR | changes, "configs": {}, "gpus": None}
+        (self.folder / "fleet.json").write_text(json.dumps(content | {"cwd": str(path)}))
         self.lock = FolderLock(self.folder, 0.0)
         self.state = StateLog(self.folder)
         self.state.write(Started(1.0, 1, "h", "", (0, 1)))
@@ -200,25 +200,25 @@ def starts(folder: Path, process: str) -> list[float]:
         for line in path.read_text().splitlines()
     ]
     return sorted(
-        each["time"]
-        for each in lines
-        if (each.get("process"), each.get("phase")) == (process, "starting")
+        event["time"]
+        for event in lines
+        if (event.get("process"), event.get("phase")) == (process, "starting")
     )
 
 
 MACHINE = Machine(gpus=8, cpus=64, memory=1 << 40)
 
 
-def planned(folder: Path, text: str, *overrides: str, machine: Machine = MACHINE) -> FleetPlan:
+def plan_fleet(folder: Path, text: str, *overrides: str, machine: Machine = MACHINE) -> FleetPlan:
     """The plan of a fleet file with this text."""
     path = folder / "fleet.yaml"
     path.write_text(textwrap.dedent(text))
     return make_plan(load_fleet(str(path), overrides), machine)
 
 
-def refused(folder: Path, text: str, *overrides: str) -> str:
+def fleet_error(folder: Path, text: str, *overrides: str) -> str:
     """What is said of a fleet file that is refused."""
     with pytest.raises(ConfigError) as caught:
-        planned(folder, text, *overrides)
+        plan_fleet(folder, text, *overrides)
     assert caught.value.exit_code == 2
     return str(caught.value)

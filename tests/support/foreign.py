@@ -21,8 +21,8 @@ class Double(Halves):
     """Samples, model, metrics and predictions need all the digits of float64."""
 
     def samples(self) -> Any:
-        found = dict(super().samples())
-        return {**found, "x": np.asarray(found["x"]).astype(np.float64)}
+        columns = dict(super().samples())
+        return {**columns, "x": np.asarray(columns["x"]).astype(np.float64)}
 
     def module(self, shape: Any) -> nn.Module:
         return super().module(shape).double()

@@ -76,14 +76,14 @@ INSTAR = "instar.cli.main:main"
 
 
 class Child:
-    """One forked process, the leader of its own group; its output is in the file `said`."""
+    """One forked process, the leader of its own group; its output is in the file `output_path`."""
 
-    def __init__(self, server: Forks, pid: int, said: Path) -> None:
-        self._server, self.pid, self.said = server, pid, said
+    def __init__(self, server: Forks, pid: int, output_path: Path) -> None:
+        self._server, self.pid, self.output_path = server, pid, output_path
         self.code: int | None = None
 
     def output(self) -> str:
-        return self.said.read_text(encoding="utf-8", errors="replace")
+        return self.output_path.read_text(encoding="utf-8", errors="replace")
 
     def signal(self, number: signal.Signals, *, group: bool = False) -> None:
         """Send a signal, to a process that may have ended meanwhile."""
@@ -162,9 +162,14 @@ class Forks:
         """Fork a child that runs `body` in the working directory `place`; where it `launches`
         interpreters, these are forked as well."""
         self._number += 1
-        said = place / f"said-{self._number}"
-        said.touch()
-        request = {"body": body, "arguments": arguments, "place": str(place), "said": str(said)}
+        output_path = place / f"said-{self._number}"
+        output_path.touch()
+        request = {
+            "body": body,
+            "arguments": arguments,
+            "place": str(place),
+            "said": str(output_path),
+        }
         request |= {"environment": dict(environment or {}), "launches": launches}
         line = json.dumps(request)
         assert self._process.stdin is not None
@@ -176,7 +181,7 @@ class Forks:
             if "started" in answer:
                 # numbers come round again after some ten thousand processes
                 self._ended.pop(answer["started"], None)
-                return Child(self, answer["started"], said)
+                return Child(self, answer["started"], output_path)
 
     def import_now(self, *modules: str) -> None:
         """Import what only few tests need, once for all children that are started from now on."""
@@ -190,8 +195,8 @@ class Forks:
         """How a child ended, waiting so long for it; None if it has not."""
         deadline = time.monotonic() + seconds
         while pid not in self._ended:
-            left = max(0.0, deadline - time.monotonic())
-            if self._answer(left) is None and left == 0.0:
+            timeout_s = max(0.0, deadline - time.monotonic())
+            if self._answer(timeout_s) is None and timeout_s == 0.0:
                 return None
         return self._ended[pid]
 
@@ -286,16 +291,16 @@ def _free_port() -> int:
 
 
 def _bare_environment() -> dict[str, str]:
-    ours = ("INSTAR_CACHE_DIR", "INSTAR_TORTURE")
-    kept = {
+    instar_names = ("INSTAR_CACHE_DIR", "INSTAR_TORTURE")
+    environment = {
         name: value
         for name, value in os.environ.items()
-        if (not name.startswith("INSTAR") or name in ours) and name != WARM_PYTHON
+        if (not name.startswith("INSTAR") or name in instar_names) and name != WARM_PYTHON
     }
-    return {**kept, "OMP_NUM_THREADS": "1"}
+    return {**environment, "OMP_NUM_THREADS": "1"}
 
 
-def _serve(called: socket.socket, modules: Sequence[str]) -> None:
+def _serve(listener: socket.socket, modules: Sequence[str]) -> None:
     """Fork for every line of stdin, and say who was started and how each ended; fork for everyone
     who calls at a socket too."""
     _make_what_runs_make_once()
@@ -315,11 +320,11 @@ def _serve(called: socket.socket, modules: Sequence[str]) -> None:
         ready.close()
         for file in (listening, telling):
             os.close(file)
-        for each in (called, *callers):
-            each.close()
+        for connection in (listener, *callers):
+            connection.close()
 
     with selectors.DefaultSelector() as ready:
-        for file in (0, listening, called):
+        for file in (0, listening, listener):
             ready.register(file, selectors.EVENT_READ)
         while True:
             events = {key.fileobj for key, _ in ready.select()}
@@ -338,11 +343,11 @@ def _serve(called: socket.socket, modules: Sequence[str]) -> None:
                     os.kill(callers[caller], signal.SIGKILL)
                 _end_call(ready, caller, None)
                 del callers[caller]
-            if called in events:
-                caller, _ = called.accept()
-                asked = receive(caller)
-                assert asked is not None
-                request, files = asked
+            if listener in events:
+                caller, _ = listener.accept()
+                message = receive(caller)
+                assert message is not None
+                request, files = message
                 pid = os.fork()
                 if pid == 0:
                     let_go()
@@ -409,11 +414,11 @@ def _end_call(ready: selectors.BaseSelector, caller: socket.socket, status: int 
 
 
 def _reap() -> list[tuple[int, int]]:
-    ended = []
+    exits = []
     with suppress(ChildProcessError):
-        while (found := os.waitpid(-1, os.WNOHANG))[0]:
-            ended.append((found[0], os.waitstatus_to_exitcode(found[1])))
-    return ended
+        while (result := os.waitpid(-1, os.WNOHANG))[0]:
+            exits.append((result[0], os.waitstatus_to_exitcode(result[1])))
+    return exits
 
 
 def _say(answer: Mapping[str, int]) -> None:
@@ -433,8 +438,8 @@ def _become_called(caller: int, request: Mapping[str, Any], files: Sequence[int]
         if Path(request["words"][0]).name != WARM:
             fork_interpreters()
         put_in(request["place"], request["environment"])
-        called, *words = request["words"]
-        return _command(called, words)
+        program, *words = request["words"]
+        return _command(program, words)
 
     run_and_leave(work)
 
@@ -442,19 +447,19 @@ def _become_called(caller: int, request: Mapping[str, Any], files: Sequence[int]
 def _enter_namespaces(pid: int) -> None:
     """Share another process's network, host name and mounts."""
     for kind in ("net", "uts", "mnt"):
-        theirs, ours = (Path("/proc", str(of), "ns", kind) for of in (pid, "self"))
-        if theirs.readlink() != ours.readlink():
-            with theirs.open() as namespace:
+        target, current = (Path("/proc", str(of), "ns", kind) for of in (pid, "self"))
+        if target.readlink() != current.readlink():
+            with target.open() as namespace:
                 if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
-                    raise OSError(ctypes.get_errno(), f"cannot enter {theirs}")
+                    raise OSError(ctypes.get_errno(), f"cannot enter {target}")
 
 
-def _command(called: str, words: Sequence[str]) -> int:
+def _command(program: str, words: Sequence[str]) -> int:
     """`python`, or a command as it is installed beside it."""
-    if (name := Path(called).name) in (PYTHON, WARM):
+    if (name := Path(program).name) in (PYTHON, WARM):
         return interpret(words)
     module, _, function = COMMANDS[name].partition(":")
-    sys.argv[:] = [called, *words]
+    sys.argv[:] = [program, *words]
     sys.path[0] = str(Path(sys.executable).parent)
     getattr(import_module(module), function)()
     return 0
@@ -465,10 +470,10 @@ def _become(request: Mapping[str, Any]) -> NoReturn:
     code = 1
     try:
         os.setpgid(0, 0)
-        said = os.open(request["said"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        output = os.open(request["said"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(said, 1)
-        os.dup2(said, 2)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
         os.chdir(request["place"])
         os.environ.update(request["environment"])
         if request["launches"]:

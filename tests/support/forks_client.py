@@ -20,10 +20,10 @@ def is_open(file: int) -> bool:
     return True
 
 
-kept = [file for file in map(int, os.listdir("/proc/self/fd")) if file > 2 and is_open(file)]  # noqa: PTH208
+open_files = [file for file in map(int, os.listdir("/proc/self/fd")) if file > 2 and is_open(file)]  # noqa: PTH208
 request = {
     "words": sys.argv,
-    "kept": kept,
+    "kept": open_files,
     "place": os.getcwd(),  # noqa: PTH109  (pathlib would double the time this takes)
     "environment": dict(os.environ),
     "group": os.getpgid(0),
@@ -31,7 +31,7 @@ request = {
 text = json.dumps(request).encode()
 server = socket.socket(socket.AF_UNIX)
 server.connect(SERVER)
-streams = array.array("i", [0, 1, 2, *kept])
+streams = array.array("i", [0, 1, 2, *open_files])
 server.sendmsg([len(text).to_bytes(8, "little")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
 server.sendall(text)
 answers = server.makefile("rb")

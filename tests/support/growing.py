@@ -38,18 +38,18 @@ def random_gpt(arch: Architecture, seed: int = 0) -> GPT:
 
 
 def grow_optimizer(
-    made: GrowthPlan, states: Mapping[str, Tensor], key: Key, mode: Mode = "asymmetric"
+    growth: GrowthPlan, states: Mapping[str, Tensor], key: Key, mode: Mode = "asymmetric"
 ) -> dict[str, Tensor]:
     """All optimizer states of the grown model, in memory."""
-    names = grown_states(made, states, mode)
-    return {name: grow_state(made, name, states.__getitem__, key, mode) for name in names}
+    names = grown_states(growth, states, mode)
+    return {name: grow_state(growth, name, states.__getitem__, key, mode) for name in names}
 
 
 def values(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def filled(arch: Architecture, tensors: Mapping[str, Tensor]) -> GPT:
+def build_model(arch: Architecture, tensors: Mapping[str, Tensor]) -> GPT:
     """A model with these values, which must be all that it has."""
     model = GPT(arch).double()
     model.load_state_dict(tensors)
@@ -57,18 +57,18 @@ def filled(arch: Architecture, tensors: Mapping[str, Tensor]) -> GPT:
     return model
 
 
-def grown(model: GPT, op: Operation, number: int = 0, step: int = 0) -> tuple[GPT, GrowthPlan]:
+def grow_model(model: GPT, op: Operation, number: int = 0, step: int = 0) -> tuple[GPT, GrowthPlan]:
     """The model after an operation, and how it came about."""
-    arch, made = plan(model.arch, op, step=step)
-    new = filled(arch, apply(made, values(model), Role.PARAMETER, (7, number)))
+    arch, growth = plan(model.arch, op, step=step)
+    new = build_model(arch, apply(growth, values(model), Role.PARAMETER, (7, number)))
     new.set_step(step)
-    return new, made
+    return new, growth
 
 
 def batch(arch: Architecture, samples: int = 2) -> tuple[Tensor, Tensor]:
     shape = (samples, arch.context + 1)
-    drawn = torch.randint(arch.vocab_size, shape, generator=named_generator("batch"))
-    return drawn[:, :-1], drawn[:, 1:]
+    tokens = torch.randint(arch.vocab_size, shape, generator=named_generator("batch"))
+    return tokens[:, :-1], tokens[:, 1:]
 
 
 @torch.no_grad()
@@ -79,7 +79,7 @@ def probe(model: GPT, data: tuple[Tensor, Tensor]) -> Probe:
     return Probe(logits, loss)
 
 
-def proof(old: GPT, new: GPT, made: GrowthPlan) -> Proof:
+def proof(old: GPT, new: GPT, growth: GrowthPlan) -> Proof:
     """The operation held against its label, on a batch that the old model can read."""
     data = batch(old.arch)
-    return compare_outputs(made, probe(old, data), probe(new, data), torch.float64)
+    return compare_outputs(growth, probe(old, data), probe(new, data), torch.float64)

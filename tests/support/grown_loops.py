@@ -63,7 +63,7 @@ def fresh() -> PreTrainedModel:
     return copy.deepcopy(model_of("llama")).train()
 
 
-def plain(folder: Path, start: int, saved: Saved) -> nn.Module:
+def plain(folder: Path, start: int, on_save: Saved) -> nn.Module:
     model, schedule = fresh(), GrowthSchedule(SCHEDULE)
     state = torch.load(folder / f"{start}.pt") if start else {}
     if state:
@@ -73,25 +73,25 @@ def plain(folder: Path, start: int, saved: Saved) -> nn.Module:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if state:
         optimizer.load_state_dict(state["optimizer"])
-    wrapped: nn.Module = model
+    module: nn.Module = model
     rank, ranks = place()
     if ranks > 1:
         torch.distributed.init_process_group("gloo")
-        wrapped = DistributedDataParallel(model)
+        module = DistributedDataParallel(model)
     for step in range(start + 1, STEPS + 1):
         text = Texts()[step * ranks + rank]
         optimizer.zero_grad()
-        wrapped(**{name: ids[None] for name, ids in text.items()}).loss.backward()
+        module(**{name: ids[None] for name, ids in text.items()}).loss.backward()
         optimizer.step()
-        schedule.step(wrapped, step, optimizer=optimizer)
+        schedule.step(module, step, optimizer=optimizer)
         parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "growth": schedule}
         if rank == 0:
-            torch.save({n: each.state_dict() for n, each in parts.items()}, folder / f"{step}.pt")
-        saved(step)
+            torch.save({n: part.state_dict() for n, part in parts.items()}, folder / f"{step}.pt")
+        on_save(step)
     return model
 
 
-def accelerate(folder: Path, start: int, saved: Saved) -> nn.Module:
+def accelerate(folder: Path, start: int, on_save: Saved) -> nn.Module:
     accelerator = Accelerator(cpu=True)
     schedule, model = GrowthSchedule(SCHEDULE), fresh()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -110,22 +110,22 @@ def accelerate(folder: Path, start: int, saved: Saved) -> nn.Module:
         scheduler.step()
         schedule.step(model, step, optimizer=optimizer)
         accelerator.save_state(str(folder / str(step)))
-        saved(step)
-    unwrapped: nn.Module = accelerator.unwrap_model(model)
-    return unwrapped
+        on_save(step)
+    module: nn.Module = accelerator.unwrap_model(model)
+    return module
 
 
 class _OnSave(TrainerCallback):
-    def __init__(self, saved: Saved) -> None:
-        self._saved = saved
+    def __init__(self, on_save: Saved) -> None:
+        self._on_save = on_save
 
     def on_save(self, args: Any, state: Any, control: Any, **live: Any) -> None:
         del args, control, live
-        self._saved(state.global_step)
+        self._on_save(state.global_step)
 
 
 def of_trainer(
-    model: PreTrainedModel, folder: Path, *callbacks: TrainerCallback, **given: Any
+    model: PreTrainedModel, folder: Path, *callbacks: TrainerCallback, **options: Any
 ) -> Trainer:
     arguments = TrainingArguments(
         str(folder),
@@ -138,29 +138,29 @@ def of_trainer(
         dataloader_pin_memory=False,
         disable_tqdm=True,
         ddp_backend="gloo" if place()[1] > 1 else None,
-        **given,
+        **options,
     )
     return Trainer(
         model, arguments, train_dataset=Texts(), eval_dataset=Texts(), callbacks=[*callbacks]
     )
 
 
-def trainer(folder: Path, start: int, saved: Saved, *, lora: bool = False) -> nn.Module:
+def trainer(folder: Path, start: int, on_save: Saved, *, lora: bool = False) -> nn.Module:
     checkpoint = str(folder / f"checkpoint-{start}") if start else None
     growth = TrainerGrowth(SCHEDULE, wrapped=lambda: running.model_wrapped)
     if lora:
-        model: Any = adapted()
+        model: Any = lora_model()
         if checkpoint:
             growth.replay(model, checkpoint)
     else:
         model = AutoModelForCausalLM.from_pretrained(checkpoint) if checkpoint else fresh()
-    running = of_trainer(model, folder, growth, _OnSave(saved))
+    running = of_trainer(model, folder, growth, _OnSave(on_save))
     running.train(resume_from_checkpoint=checkpoint)
-    trained: nn.Module = running.model
-    return trained
+    module: nn.Module = running.model
+    return module
 
 
-def adapted() -> nn.Module:
+def lora_model() -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
@@ -186,7 +186,7 @@ class Language(pl.LightningModule):
 
 
 def fit(
-    folder: Path, *callbacks: pl.Callback, start: Path | None = None, **given: Any
+    folder: Path, *callbacks: pl.Callback, start: Path | None = None, **options: Any
 ) -> pl.LightningModule:
     module = Language()
     running = pl.Trainer(
@@ -197,7 +197,7 @@ def fit(
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[*callbacks, ModelCheckpoint(folder, "{step}", save_top_k=-1)],
-        **{"limit_val_batches": 0, **given},
+        **{"limit_val_batches": 0, **options},
     )
     # Lightning resumes exactly at the end of an epoch only: each is one step
     loader = DataLoader(Texts(2 * place()[1]), batch_size=2)
@@ -206,17 +206,17 @@ def fit(
 
 
 class _OnEpoch(pl.Callback):
-    def __init__(self, saved: Saved) -> None:
-        self._saved = saved
+    def __init__(self, on_save: Saved) -> None:
+        self._on_save = on_save
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         del pl_module
-        self._saved(trainer.global_step)
+        self._on_save(trainer.global_step)
 
 
-def lightning(folder: Path, start: int, saved: Saved) -> nn.Module:
+def lightning(folder: Path, start: int, on_save: Saved) -> nn.Module:
     checkpoint = folder / f"step={start}.ckpt" if start else None
-    module = fit(folder, LightningGrowth(SCHEDULE), _OnEpoch(saved), start=checkpoint)
+    module = fit(folder, LightningGrowth(SCHEDULE), _OnEpoch(on_save), start=checkpoint)
     model: nn.Module = module.model
     return model
 
@@ -234,11 +234,11 @@ def run(loop: str, start: int = 0, hold: int = -1) -> None:
     """Train in the working folder, from the checkpoint of a step, and leave the last weights there; or stand still
     once a step is saved."""
 
-    def saved(step: int) -> None:
+    def on_save(step: int) -> None:
         print(f"saved {step}", flush=True)
         if step == hold:
             signal.pause()
 
-    model = LOOPS[loop](Path.cwd(), start, saved)
+    model = LOOPS[loop](Path.cwd(), start, on_save)
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     save_file(tensors, f"last-{place()[0]}.safetensors")

@@ -36,12 +36,12 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> Non
 
 def contents(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """All parameters and states, whole."""
-    found = {}
+    tensors = {}
     for name, parameter in model.named_parameters():
-        found[name] = full_tensor(parameter)
+        tensors[name] = full_tensor(parameter)
         for field, value in optimizer.state.get(parameter, {}).items():
-            found[f"{name}/{field}"] = full_tensor(value)
-    return found
+            tensors[f"{name}/{field}"] = full_tensor(value)
+    return tensors
 
 
 def shard(model: nn.Module, mesh: Any) -> None:
@@ -50,7 +50,7 @@ def shard(model: nn.Module, mesh: Any) -> None:
     fully_shard(model, mesh=mesh)
 
 
-def disagree(sharded: nn.Module, wrap: Any, optimizer: torch.optim.Optimizer) -> None:
+def disagree(model: nn.Module, wrap: Any, optimizer: torch.optim.Optimizer) -> None:
     """One rank alone misses the tolerance, refuses float64, cannot build, lacks memory between two tensors that are
     gathered, or has a damaged shard: all go the same way."""
     is_last, compare = dist.get_rank() == dist.get_world_size() - 1, proof.compare_outputs
@@ -60,14 +60,14 @@ def disagree(sharded: nn.Module, wrap: Any, optimizer: torch.optim.Optimizer) ->
         return replace(compare(*arguments), holds=not is_last)
 
     vars(proof)["compare_outputs"] = misses_first
-    made = prepare(sharded, EXACT["widen_mlp"], wrap=wrap).proof
-    assert made is not None
-    assert made.holds
+    growth_proof = prepare(model, EXACT["widen_mlp"], wrap=wrap).proof
+    assert growth_proof is not None
+    assert growth_proof.holds
 
-    doubled = live_grow.LiveGrowth.in_double
+    in_double = live_grow.LiveGrowth.in_double
 
     def refusing(growth: live_grow.LiveGrowth, candidate: nn.Module) -> proof.Doubled:
-        outputs = doubled(growth, candidate)
+        outputs = in_double(growth, candidate)
         if is_last:
             raise TypeError("no float64")
         return outputs
@@ -75,18 +75,18 @@ def disagree(sharded: nn.Module, wrap: Any, optimizer: torch.optim.Optimizer) ->
     vars(proof)["compare_outputs"] = misses_first
     live_grow.LiveGrowth.in_double = refusing  # type: ignore[method-assign]
     with pytest.raises(GrowthError, match="more than its label 'exact' allows"):
-        prepare(sharded, EXACT["widen_mlp"], wrap=wrap)
-    live_grow.LiveGrowth.in_double = doubled  # type: ignore[method-assign]
+        prepare(model, EXACT["widen_mlp"], wrap=wrap)
+    live_grow.LiveGrowth.in_double = in_double  # type: ignore[method-assign]
     grown_state = vars(states)["_grow_state"]
 
-    def without_room(growth: GrowthStep, name: str, *rest: Any) -> Any:
+    def without_room(growth: GrowthStep, name: str, *inputs: Any) -> Any:
         if is_last and name.startswith("blocks.1."):
             raise MemoryError("no room")
-        return grown_state(growth, name, *rest)
+        return grown_state(growth, name, *inputs)
 
     vars(states)["_grow_state"] = without_room
     with pytest.raises(MemoryError if is_last else GrowthError, match=r"no room|another process"):
-        prepare(sharded, EXACT["widen_mlp"], wrap=wrap, optimizer=optimizer)
+        prepare(model, EXACT["widen_mlp"], wrap=wrap, optimizer=optimizer)
     vars(states)["_grow_state"] = grown_state
 
     def without_memory(module: nn.Module) -> None:
@@ -95,18 +95,18 @@ def disagree(sharded: nn.Module, wrap: Any, optimizer: torch.optim.Optimizer) ->
             raise MemoryError("no room")
 
     with pytest.raises(MemoryError if is_last else GrowthError, match=r"no room|another process"):
-        prepare(sharded, EXACT["widen_mlp"], wrap=without_memory)
+        prepare(model, EXACT["widen_mlp"], wrap=without_memory)
     build = live_grow.build_sharded
 
-    def damaged(*arguments: Any) -> nn.Module:
+    def build_damaged(*arguments: Any) -> nn.Module:
         module = build(*arguments)
         if is_last:
             next(module.parameters())._local_tensor[-1, -1] += 1  # type: ignore[attr-defined]
         return module
 
-    live_grow.build_sharded = damaged
+    live_grow.build_sharded = build_damaged
     with pytest.raises(GrowthError, match=r"not what the plan makes|another process|label 'exact'"):
-        prepare(sharded, EXACT["widen_mlp"], wrap=wrap, allow_inexact=True)
+        prepare(model, EXACT["widen_mlp"], wrap=wrap, allow_inexact=True)
     live_grow.build_sharded = build
 
 
@@ -114,7 +114,7 @@ def run_replicas() -> None:
     """Two processes of DDP, of which the second cannot build, or has another loss."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     model = copy.deepcopy(model_of("llama")).train()
-    wrapped, rank = DistributedDataParallel(model), dist.get_rank()
+    replica, rank = DistributedDataParallel(model), dist.get_rank()
     build = live_grow.build_whole
 
     def without_memory(*arguments: Any) -> nn.Module:
@@ -125,66 +125,75 @@ def run_replicas() -> None:
 
     live_grow.build_whole = without_memory
     with pytest.raises(MemoryError if rank else GrowthError, match=r"no room|another process"):
-        grow(wrapped, EXACT["widen_mlp"])
+        grow(replica, EXACT["widen_mlp"])
     live_grow.build_whole = build
     entry = {"name": "widen_mlp", "value": "x2", "trigger_loss": 2.0}
     schedule = GrowthSchedule([entry])
-    assert schedule.step(wrapped, 1, loss=3.0 if rank else 2.5) == ()
-    assert len(schedule.step(wrapped, 2, loss=3.0 if rank else 1.5)) == 1
+    assert schedule.step(replica, 1, loss=3.0 if rank else 2.5) == ()
+    assert len(schedule.step(replica, 2, loss=3.0 if rank else 1.5)) == 1
     ids = torch.ones(1, 3, dtype=torch.int64)
-    wrapped(input_ids=ids, labels=ids).loss.backward()
+    replica(input_ids=ids, labels=ids).loss.backward()
     # a group that is destroyed while a DDP holds it sometimes keeps the interpreter from ending
 
 
 def run(kind: str, *operations: str) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    sharded = copy.deepcopy(model_of(kind)).train()
-    sharded.lm_head.weight.requires_grad_(kind != "llama")
-    alone = copy.deepcopy(sharded)
-    shard(sharded, mesh)
+    shard_model = copy.deepcopy(model_of(kind)).train()
+    shard_model.lm_head.weight.requires_grad_(kind != "llama")
+    whole_model = copy.deepcopy(shard_model)
+    shard(shard_model, mesh)
     optimizers = [
-        torch.optim.AdamW([p for p in each.parameters() if p.requires_grad], lr=1e-3)
-        for each in (sharded, alone)
+        torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-3)
+        for module in (shard_model, whole_model)
     ]
-    step(sharded, optimizers[0], 0)
-    held = contents(sharded, optimizers[0])
-    for name, parameter in alone.named_parameters():
-        parameter.data.copy_(held[name])
+    step(shard_model, optimizers[0], 0)
+    tensors = contents(shard_model, optimizers[0])
+    for name, parameter in whole_model.named_parameters():
+        parameter.data.copy_(tensors[name])
         if parameter.requires_grad:
             fields = ("step", "exp_avg", "exp_avg_sq")
-            optimizers[1].state[parameter] = {f: held[f"{name}/{f}"].clone() for f in fields}
-    averages = {name: 2 * parameter.detach() for name, parameter in sharded.named_parameters()}
-    averages_alone = {name: 2 * p.detach() for name, p in alone.named_parameters()}
+            optimizers[1].state[parameter] = {f: tensors[f"{name}/{f}"].clone() for f in fields}
+    averages = {name: 2 * parameter.detach() for name, parameter in shard_model.named_parameters()}
+    averages_alone = {name: 2 * p.detach() for name, p in whole_model.named_parameters()}
     with pytest.raises(GrowthError, match="call grow with wrap="):
-        grow(sharded, EXACT["widen_mlp"], optimizer=optimizers[0])
+        grow(shard_model, EXACT["widen_mlp"], optimizer=optimizers[0])
     wrap = partial(shard, mesh=mesh)
     tolerance = TOLERANCE[torch.float32]
     TOLERANCE[torch.float32] = 0.0  # rounding exceeds it, so that float64 decides
-    prepare(sharded, EXACT["widen_mlp_split"], wrap=wrap)
+    prepare(shard_model, EXACT["widen_mlp_split"], wrap=wrap)
     TOLERANCE[torch.float32] = tolerance
-    disagree(sharded, wrap, optimizers[0])
+    disagree(shard_model, wrap, optimizers[0])
     for operation in (({**EXACT, **OTHER})[name] for name in operations):
         with torch.no_grad():
-            sharded.eval()(input_ids=torch.ones(1, 3, dtype=torch.int64))  # leaves the root whole
-        sharded = grow(sharded.train(), operation, optimizer=optimizers[0], ema=averages, wrap=wrap)
-        grow(alone, operation, optimizer=optimizers[1], ema=averages_alone)
-        found, wanted = contents(sharded, optimizers[0]), contents(alone, optimizers[1])
-        assert found.keys() == wanted.keys()
-        assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+            shard_model.eval()(
+                input_ids=torch.ones(1, 3, dtype=torch.int64)
+            )  # leaves the root whole
+        shard_model = grow(
+            shard_model.train(), operation, optimizer=optimizers[0], ema=averages, wrap=wrap
+        )
+        grow(whole_model, operation, optimizer=optimizers[1], ema=averages_alone)
+        actual, expected = (
+            contents(shard_model, optimizers[0]),
+            contents(whole_model, optimizers[1]),
+        )
+        assert actual.keys() == expected.keys()
+        assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
         assert averages.keys() == averages_alone.keys()
         for name, tensor in averages_alone.items():
             assert torch.equal(full_tensor(averages[name]), tensor), name
-    for (name, mine), other in zip(sharded.named_parameters(), alone.parameters(), strict=True):
-        assert isinstance(mine, DTensor), name
-        assert mine.device_mesh == mesh
-        assert mine.requires_grad == other.requires_grad
-    assert sharded.training
-    assert sharded.config.to_dict() == alone.config.to_dict()
+    for (name, shard_parameter), other in zip(
+        shard_model.named_parameters(), whole_model.parameters(), strict=True
+    ):
+        assert isinstance(shard_parameter, DTensor), name
+        assert shard_parameter.device_mesh == mesh
+        assert shard_parameter.requires_grad == other.requires_grad
+    assert shard_model.training
+    assert shard_model.config.to_dict() == whole_model.config.to_dict()
     for number in (1, 2):
-        step(sharded, optimizers[0], number)
-        step(alone, optimizers[1], number)
-    found, wanted = contents(sharded, optimizers[0]), contents(alone, optimizers[1])
-    for name, tensor in wanted.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-4)
+        step(shard_model, optimizers[0], number)
+        step(whole_model, optimizers[1], number)
+    actual, expected = contents(shard_model, optimizers[0]), contents(whole_model, optimizers[1])
+    for name, tensor in expected.items():
+        torch.testing.assert_close(actual[name], tensor, rtol=1e-3, atol=1e-4)
     dist.destroy_process_group()

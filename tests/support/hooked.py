@@ -48,12 +48,12 @@ class Counting:
         if name not in METHODS:
             raise AttributeError(name)
 
-        def called(run: HookContext) -> None:
+        def count_call(run: HookContext) -> None:
             self.calls[name] += 1
             self.rank = run.rank
             self.best = min(self.best, run.metrics.get("loss", self.best))
 
-        return called
+        return count_call
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *METHODS]
@@ -142,4 +142,4 @@ def train_with_hooks(folder: str, overrides: list[str]) -> int:
 def states(run_dir: Path, step: int) -> dict[str, list[dict[str, Any]]]:
     """The states of hooks in a checkpoint, by rank."""
     text = (run_dir / "checkpoints" / f"step-{step}" / "state.json").read_text()
-    return {name: [*map(json.loads, each)] for name, each in json.loads(text)["hooks"].items()}
+    return {name: [*map(json.loads, texts)] for name, texts in json.loads(text)["hooks"].items()}

@@ -50,17 +50,17 @@ class Thing:
     def process(self) -> int:
         return os.getpid()
 
-    def imported(self, module: str) -> bool:
+    def has_imported(self, module: str) -> bool:
         return module in sys.modules
 
     def environment(self, name: str) -> str | None:
         return os.environ.get(name)
 
-    def ignored(self) -> list[bool]:
+    def ignored_signals(self) -> list[bool]:
         numbers = signal.SIGINT, signal.SIGTERM
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        signal_mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         return [
-            signal.getsignal(number) == signal.SIG_IGN and number not in blocked
+            signal.getsignal(number) == signal.SIG_IGN and number not in signal_mask
             for number in numbers
         ]
 
@@ -101,7 +101,7 @@ def hold(workers: int) -> None:
     """Have workers, one of them busy, say their process ids, and wait."""
     from instar.processes.pool import Workers
 
-    held = Workers(open_thing, workers)
-    held.call(0, "sleep_for_ever")
-    print(*held.processes, flush=True)
+    pool = Workers(open_thing, workers)
+    pool.call(0, "sleep_for_ever")
+    print(*pool.processes, flush=True)
     threading.Event().wait()

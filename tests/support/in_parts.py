@@ -46,9 +46,9 @@ def save(
 def rows_of(tensor: torch.Tensor, shard: int, shards: int) -> torch.Tensor | SavedRows:
     if tensor.ndim == 0:
         return tensor
-    each = -(-len(tensor) // shards)
-    first = min(len(tensor), shard * each)
-    rows = tensor[first : first + each]
+    rows_per_shard = -(-len(tensor) // shards)
+    first = min(len(tensor), shard * rows_per_shard)
+    rows = tensor[first : first + rows_per_shard]
     return SavedRows(rows, first, tuple(tensor.shape), shard, shards, saved=True)
 
 

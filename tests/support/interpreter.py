@@ -28,9 +28,9 @@ def interpret(words: Sequence[str]) -> int:
     """`python [-u]`, and behind it `-c PROGRAM …`, `-m MODULE …`, `FILE …` or `-`."""
     sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     sys.modules["__main__"] = main = ModuleType("__main__")
-    unbuffered = words[0] == "-u"
-    sys.stdout.reconfigure(line_buffering=sys.stdout.isatty(), write_through=unbuffered)
-    match words[unbuffered:]:
+    is_unbuffered = words[0] == "-u"
+    sys.stdout.reconfigure(line_buffering=sys.stdout.isatty(), write_through=is_unbuffered)
+    match words[is_unbuffered:]:
         case ["-c", program, *arguments]:
             sys.argv[:] = ["-c", *arguments]
             sys.path[0] = ""

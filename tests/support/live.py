@@ -11,8 +11,8 @@ from instar.run.trainer import Trainer
 
 
 def change_if_due(run: Trainer) -> bool:
-    run.state, evaluated = scheduled.change_if_due(run.state, run.parts)
-    return evaluated
+    run.state, has_evaluated = scheduled.change_if_due(run.state, run.parts)
+    return has_evaluated
 
 
 def carry_out(run: Trainer, operation: Operation) -> None:

@@ -91,9 +91,9 @@ class Graphs(CustomTask[Any, Any]):
     """Graphs of PyTorch Geometric: is the mean of the nodes' features positive?"""
 
     def samples(self) -> Any:
-        drawn, graphs = torch.Generator().manual_seed(self.seed), []
+        generator, graphs = torch.Generator().manual_seed(self.seed), []
         for number in range(40):
-            x = torch.randn(2 + number % 3, 3, generator=drawn)
+            x = torch.randn(2 + number % 3, 3, generator=generator)
             edges = torch.stack([torch.arange(len(x) - 1), torch.arange(1, len(x))])
             graphs.append(Graph(x=x, edge_index=edges, y=(x.mean() > 0).long()[None]))
         return graphs
@@ -104,8 +104,8 @@ class Graphs(CustomTask[Any, Any]):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         offsets, edges = batch["x.offsets"], batch["edges"]
         assert edges.shape == (batch["edges.offsets"][-1], 2)
-        each = model(batch["x"])
-        of_graph = torch.segment_reduce(each, "mean", offsets=offsets, initial=0.0)
+        outputs = model(batch["x"])
+        of_graph = torch.segment_reduce(outputs, "mean", offsets=offsets, initial=0.0)
         return F.cross_entropy(of_graph, batch["y"], reduction="none")
 
 
@@ -278,8 +278,8 @@ class SparseRows(Halves):
         return nn.EmbeddingBag(80, 2, sparse=True)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        said = model(batch["number"][:, None])
-        return F.cross_entropy(said, batch["side"], reduction="none")
+        logits = model(batch["number"][:, None])
+        return F.cross_entropy(logits, batch["side"], reduction="none")
 
 
 class Cached(Halves):
@@ -339,20 +339,20 @@ class Routed(Net):
         self.right = nn.Linear(2, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        found = super().forward(x)
-        return found + self.right(x) if bool((x[:, 0] > 5).any()) else found
+        output = super().forward(x)
+        return output + self.right(x) if bool((x[:, 0] > 5).any()) else output
 
 
 class Depending(Halves):
     """Of the samples in their order, those of all ranks use all parameters, but for rank 1's in the third step."""
 
     def samples(self) -> Any:
-        found = super().samples()
+        columns = super().samples()
         x = np.full((24, 2), 9.0, np.float32)
         x[20:24] = 1.0
-        held_out = {name: column[:8] for name, column in found.items()}
+        held_out = {name: column[:8] for name, column in columns.items()}
         return {
-            "train": {n: c[:24] for n, c in found.items()} | {"x": x},
+            "train": {n: c[:24] for n, c in columns.items()} | {"x": x},
             "val": held_out,
             "test": held_out,
         }
@@ -445,8 +445,8 @@ class Around(Halves):
     """Its loss is not computed by the model's own forward()."""
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
-        said = model.down(torch.relu(model.up(batch["x"])))
-        return F.cross_entropy(said, batch["side"], reduction="none")
+        logits = model.down(torch.relu(model.up(batch["x"])))
+        return F.cross_entropy(logits, batch["side"], reduction="none")
 
 
 class Listed(nn.Module):
@@ -517,12 +517,12 @@ class LeavesLater(Halves):
         return super().loss(model, batch)
 
 
-_left = [150]
+_countdown = [150]
 
 
 def leave(sample: dict[str, Any], generator: np.random.Generator) -> Any:
-    _left[0] -= 1
-    if _left[0] < 0:
+    _countdown[0] -= 1
+    if _countdown[0] < 0:
         sys.exit(0)
     return sample | {"x": sample["x"] + generator.normal(0, 0.01, 2).astype("f4")}
 
@@ -537,10 +537,10 @@ class Uneven(Halves):
         return {"side": points(self)["side"], "bag": Ragged(values, offsets)}
 
     def loss(self, model: nn.Module, batch: Batch) -> Any:
-        each = torch.segment_reduce(
+        logits = torch.segment_reduce(
             model(batch["bag"]), "mean", offsets=batch["bag.offsets"], initial=0.0
         )
-        return F.cross_entropy(each, batch["side"], reduction="none")
+        return F.cross_entropy(logits, batch["side"], reduction="none")
 
     def measure(self, model: nn.Module, batch: Batch) -> Any:
         losses = self.loss(model, batch)

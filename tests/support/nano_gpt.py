@@ -141,9 +141,9 @@ CONFIG = {
 
 def learning_rate(step: int) -> float:
     """Return the rate that nanoGPT has in a step, from 0 on, after its warm-up."""
-    done = (step - CONFIG["warmup_iters"]) / (CONFIG["lr_decay_iters"] - CONFIG["warmup_iters"])
+    progress = (step - CONFIG["warmup_iters"]) / (CONFIG["lr_decay_iters"] - CONFIG["warmup_iters"])
     lowest, peak = CONFIG["min_lr"], CONFIG["learning_rate"]
-    return lowest + 0.5 * (1 + math.cos(math.pi * done)) * (peak - lowest)
+    return lowest + 0.5 * (1 + math.cos(math.pi * progress)) * (peak - lowest)
 
 
 @dataclass
@@ -167,14 +167,14 @@ class Training:
         gelu = "tanh" if self.earlier else "none"
         self.model = NanoGPT(**self.args, masks=self.masks, gelu=gelu)
         parameters = dict(self.model.named_parameters())
-        decayed = [name for name, parameter in parameters.items() if parameter.ndim > 1]
-        rest = [name for name in parameters if name not in decayed]
+        with_decay = [name for name, parameter in parameters.items() if parameter.ndim > 1]
+        without_decay = [name for name in parameters if name not in with_decay]
         if self.earlier:
-            decayed = sorted(name for name in decayed if not name.startswith("transformer.w"))
-            rest = sorted({*parameters} - {*decayed})
+            with_decay = sorted(name for name in with_decay if not name.startswith("transformer.w"))
+            without_decay = sorted({*parameters} - {*with_decay})
         groups = [
-            {"params": [parameters[name] for name in decayed], "weight_decay": 0.1},
-            {"params": [parameters[name] for name in rest], "weight_decay": 0.0},
+            {"params": [parameters[name] for name in with_decay], "weight_decay": 0.1},
+            {"params": [parameters[name] for name in without_decay], "weight_decay": 0.0},
         ]
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
 

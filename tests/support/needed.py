@@ -12,8 +12,8 @@ from instar.extensions import BUILT_IN, built_in, event_types
 
 def needs(*names: str) -> pytest.MarkDecorator:
     """Mark a test that also looks at extensions of Instar."""
-    deleted = [name for name in names if name not in built_in()]
-    return pytest.mark.skipif(bool(deleted), reason=f"without the extension {', '.join(deleted)}")
+    missing = [name for name in names if name not in built_in()]
+    return pytest.mark.skipif(bool(missing), reason=f"without the extension {', '.join(missing)}")
 
 
 def delta_events(**fields: Any) -> list[Any]:
@@ -24,13 +24,13 @@ def delta_events(**fields: Any) -> list[Any]:
 
 def without_deleted(lines: Sequence[str]) -> list[str]:
     """Return command lines without those of deleted extensions."""
-    deleted = [
+    missing = [
         words
-        for name, owned in BUILT_IN.items()
+        for name, extension in BUILT_IN.items()
         if name not in built_in()
         for words in (
-            *owned.words.get("commands", ()),
-            *(f"--format {form}" for form in owned.words.get("plots", ())),
+            *extension.words.get("commands", ()),
+            *(f"--format {form}" for form in extension.words.get("plots", ())),
         )
     ]
-    return [line for line in lines if not any(f" {words} " in f" {line} " for words in deleted)]
+    return [line for line in lines if not any(f" {words} " in f" {line} " for words in missing)]

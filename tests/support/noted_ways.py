@@ -49,14 +49,14 @@ def noting(owner: Any, name: str, what: str) -> None:
     """Make a function note where it is called from, and itself, also under the names it was imported by."""
     real: Callable[..., Any] = getattr(owner, name)
 
-    def noted(*args: Any, **options: Any) -> Any:
+    def note_and_call(*args: Any, **options: Any) -> Any:
         note(what)
         return real(*args, **options)
 
-    noted.__code__ = noted.__code__.replace(co_filename=real.__code__.co_filename)
+    note_and_call.__code__ = note_and_call.__code__.replace(co_filename=real.__code__.co_filename)
     for module in [owner, *list(sys.modules.values())]:
         if getattr(module, name, None) is real:
-            setattr(module, name, noted)
+            setattr(module, name, note_and_call)
 
 
 class Task(states.States):

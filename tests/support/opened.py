@@ -11,7 +11,7 @@ PANEL = ".panel[data-metric='{}']"
 
 
 @contextmanager
-def opened(
+def open_dashboard(
     browser: Browser, address: str, hash_: str = "", *, errors: bool = False, **how: Any
 ) -> Iterator[Watched]:
     """The page, live; at its end nothing has gone wrong in it and nothing else was asked."""
@@ -31,22 +31,22 @@ def picture(page: Page, metric: str) -> str:
     return page.locator(f"{PANEL.format(metric)} canvas").first.evaluate("c => c.toDataURL()")
 
 
-def drawn(page: Page) -> None:
+def wait_for_frame(page: Page) -> None:
     """Wait until what was asked for is on the screen: charts draw with the next frame."""
     page.evaluate("() => new Promise((f) => requestAnimationFrame(() => requestAnimationFrame(f)))")
 
 
-def walked(page: Page, most: int = 120) -> list[str]:
+def tab_through(page: Page, limit: int = 120) -> list[str]:
     """Goes through the page by Tab, and says what is wrong with a stop: without a name, out of
     view, or not to be told from the others; and which control was never come to."""
     page.evaluate("document.body.tabIndex = -1; document.body.focus()")
     wrong: list[str] = []
-    for _ in range(most):
+    for _ in range(limit):
         page.keyboard.press("Tab")
-        told = page.evaluate(_STOP)
-        if told is None:
+        problems = page.evaluate(_STOP)
+        if problems is None:
             break
-        wrong += told
+        wrong += problems
     return wrong + page.evaluate(_MISSED)
 
 

@@ -36,7 +36,7 @@ SIZES_OF_DOCUMENTS = ([1, 9, 3, 12, 2, 8, 7, 6], [20, 1, 1, 26], [48])
 """tokens of the documents of each sample"""
 
 
-def packed() -> tuple[Tensor, Tensor, Tensor]:
+def packed_batch() -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, targets and positions of samples that documents fill."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, 64, (len(SIZES_OF_DOCUMENTS), 48), generator=generator)
@@ -55,9 +55,9 @@ def sizes_of_documents() -> Tensor:
     return torch.tensor([size for sizes in SIZES_OF_DOCUMENTS for size in sizes])
 
 
-def alone(model: nn.Module) -> list[Tensor]:
+def document_losses(model: nn.Module) -> list[Tensor]:
     """The sum of the losses of each sample, of which every document is computed by itself."""
-    tokens, targets, _ = packed()
+    tokens, targets, _ = packed_batch()
     sums = []
     for row, sizes in enumerate(SIZES_OF_DOCUMENTS):
         losses, at = [], 0
@@ -80,23 +80,27 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
 
 
 def check(model: nn.Module, limit: float) -> None:
-    tokens, targets, positions = packed()
-    separate = alone(model)
+    tokens, targets, positions = packed_batch()
+    separate = document_losses(model)
     with torch.no_grad():
-        together = model(tokens, targets, per_sample=True, positions_BT=positions)
-        mixed = model(tokens, targets, per_sample=True)
+        packed_losses = model(tokens, targets, per_sample=True, positions_BT=positions)
+        unmasked_losses = model(tokens, targets, per_sample=True)
     expected = torch.stack([loss.detach().double() for loss in separate])
-    torch.testing.assert_close(together, expected, rtol=limit, atol=0)
-    assert ((mixed - expected).abs() / expected)[:2].min() > 100 * limit, "no document is masked"
-    torch.testing.assert_close(mixed[2], expected[2], rtol=limit, atol=0)
-    theirs = gradients(model, torch.stack(alone(model)).sum())
-    ours = gradients(model, model(tokens, targets, positions_BT=positions))
-    assert ours.keys() == theirs.keys()
-    largest = max(float(gradient.abs().max()) for gradient in theirs.values())
-    for name, gradient in ours.items():
+    torch.testing.assert_close(packed_losses, expected, rtol=limit, atol=0)
+    assert ((unmasked_losses - expected).abs() / expected)[:2].min() > 100 * limit, (
+        "no document is masked"
+    )
+    torch.testing.assert_close(unmasked_losses[2], expected[2], rtol=limit, atol=0)
+    expected_gradients = gradients(model, torch.stack(document_losses(model)).sum())
+    actual_gradients = gradients(model, model(tokens, targets, positions_BT=positions))
+    assert actual_gradients.keys() == expected_gradients.keys()
+    largest = max(float(gradient.abs().max()) for gradient in expected_gradients.values())
+    for name, gradient in actual_gradients.items():
         # that of a bias of keys is rounding: it changes no output
-        scale = max(float(theirs[name].abs().max()), 1e-3 * largest)
-        torch.testing.assert_close(gradient / scale, theirs[name] / scale, rtol=0, atol=1e-4)
+        scale = max(float(expected_gradients[name].abs().max()), 1e-3 * largest)
+        torch.testing.assert_close(
+            gradient / scale, expected_gradients[name] / scale, rtol=0, atol=1e-4
+        )
 
 
 def gpt(arch: Architecture, **options: bool) -> GPT:
@@ -110,7 +114,7 @@ def gpt(arch: Architecture, **options: bool) -> GPT:
     return model
 
 
-def pretrained(kind: str) -> PretrainedModel:
+def pretrained_model(kind: str) -> PretrainedModel:
     sizes = {} if kind == "gpt2" else {**SIZES, "max_position_embeddings": 64}
     changes = {key: value for key, value in CHANGES.get(kind, {}).items() if key != "n_positions"}
     dropout = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0} if kind == "gpt2" else {}

@@ -44,7 +44,7 @@ class LiveBytes(TorchDispatchMode):
         self._open: list[int] = []
         self.highest: dict[str, int] = {}
         """within each moment, apart from moments inside it"""
-        self.left: dict[str, int] = {}
+        self.at_end: dict[str, int] = {}
         """at the end of each moment"""
 
     def __torch_dispatch__(
@@ -54,23 +54,23 @@ class LiveBytes(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves((args, kwargs, made)):
+        output = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves((args, kwargs, output)):
             if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
                 self._see(to_local(tensor).untyped_storage())
         if self._open:
             self._open[-1] = max(self._open[-1], self._total)
-        return made
+        return output
 
     def _see(self, storage: UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
         ref, before = self._storages.get(key, (None, 0))
         if ref is None or ref() is None:
-            ref = weakref.ref(storage, partial(self._gone, key))
+            ref = weakref.ref(storage, partial(self._forget, key))
         self._total += size - before
         self._storages[key] = ref, size
 
-    def _gone(self, key: int, ref: weakref.ref[UntypedStorage]) -> None:
+    def _forget(self, key: int, ref: weakref.ref[UntypedStorage]) -> None:
         if key in self._storages and self._storages[key][0] is ref:
             self._total -= self._storages.pop(key)[1]
 
@@ -79,13 +79,13 @@ class LiveBytes(TorchDispatchMode):
         """While storages are made smaller or larger beside tensors' operations."""
         resize = UntypedStorage.resize_
 
-        def seen(storage: UntypedStorage, size: int) -> Any:
-            found = resize(storage, size)
+        def resize_and_see(storage: UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
             if storage._cdata in self._storages:
                 self._see(storage)
-            return found
+            return result
 
-        UntypedStorage.resize_ = seen  # type: ignore[method-assign]
+        UntypedStorage.resize_ = resize_and_see  # type: ignore[method-assign]
         try:
             yield
         finally:
@@ -103,28 +103,32 @@ class LiveBytes(TorchDispatchMode):
         try:
             yield
         finally:
-            self.highest[name], self.left[name] = self._open.pop(), self.now()
+            self.highest[name], self.at_end[name] = self._open.pop(), self.now()
 
 
 def run(folder: str, name: str, keys: Sequence[str]) -> int:
     """The body of a rank: builds a run, takes two steps, grows the model as its schedule says, and
     writes its bytes."""
-    loaded = load_config(str(Path(folder, "run.yaml")), [*keys, f"record.run_dir={folder}/{name}"])
+    loaded_config = load_config(
+        str(Path(folder, "run.yaml")), [*keys, f"record.run_dir={folder}/{name}"]
+    )
     torch.set_num_threads(1)
-    with join_group(loaded.config.parallel, "cpu") as world:
+    with join_group(loaded_config.config.parallel, "cpu") as world:
         with raise_on_all_ranks(world, "preparing data"):
             if world.is_main:
-                prepare_run_data(loaded, world.size, lambda _: None)
-        prepared = preflight(loaded, world.size)
+                prepare_run_data(loaded_config, world.size, lambda _: None)
+        preparation = preflight(loaded_config, world.size)
         Path(folder, name).mkdir(exist_ok=True)
-        rest = silent_console(), RankLog(world.rank), RunDir(Path(folder, name))
+        outputs = silent_console(), RankLog(world.rank), RunDir(Path(folder, name))
         with LiveBytes() as live, live.resizing():
             with live.moment("start"):
-                made = build_trainer(prepared, world, RunOutputs(StopSignal(), Silent(), *rest))
-            with closing(made):
-                _steps(made, live)
-        told = {"highest": live.highest, "left": live.left}
-        Path(folder, f"{name}-{world.rank}.json").write_text(json.dumps(told))
+                trainer = build_trainer(
+                    preparation, world, RunOutputs(StopSignal(), Silent(), *outputs)
+                )
+            with closing(trainer):
+                _steps(trainer, live)
+        peaks = {"highest": live.highest, "at_end": live.at_end}
+        Path(folder, f"{name}-{world.rank}.json").write_text(json.dumps(peaks))
     return 0
 
 
@@ -136,9 +140,9 @@ def _steps(trainer: Trainer, live: LiveBytes) -> None:
             pass
         return update(stepper)
 
-    def proving(*arguments: Any, **named: Any) -> Proof:
+    def proving(*arguments: Any, **options: Any) -> Proof:
         with live.moment("proof"):
-            return prove(*arguments, **named)
+            return prove(*arguments, **options)
 
     trainer.step()
     Stepper._update = updating  # type: ignore[method-assign]

@@ -20,9 +20,9 @@ def loss_after(tokens: float) -> float:
     return 5.0 - 0.4 * math.log(tokens)
 
 
-def spent(steps: int, grown_at: int) -> tuple[Spent, ...]:
-    small, grown = Spent(SMALL, grown_at * TOKENS), Spent(FINAL, (steps - grown_at) * TOKENS)
-    return tuple(stage for stage in (small, grown) if stage.tokens)
+def stage_budgets(steps: int, grown_at: int) -> tuple[Spent, ...]:
+    small, large = Spent(SMALL, grown_at * TOKENS), Spent(FINAL, (steps - grown_at) * TOKENS)
+    return tuple(stage for stage in (small, large) if stage.tokens)
 
 
 def a_pilot(theta: Theta, *, seeds: tuple[int, ...] = (1,), spread: float = 0.0) -> Pilot:
@@ -37,7 +37,7 @@ def a_pilot(theta: Theta, *, seeds: tuple[int, ...] = (1,), spread: float = 0.0)
             ("small", 250, 250),
         ):
             case = PilotCase(arm, seed, steps, (grown_at,) if arm == "grown" else ())
-            cost = spent(steps, grown_at)
+            cost = stage_budgets(steps, grown_at)
             tokens = worth(cost, theta(max(grown_at, 1) * TOKENS))
             off = spread * (-1) ** (number + (arm == "final"))
             evaluations = []

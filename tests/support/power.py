@@ -91,22 +91,22 @@ class Recorder:
     def in_turn(self, operation: Callable[..., Any]) -> Callable[..., Any]:
         """The operation, heard as a whole: threads that work side by side are heard in turn."""
 
-        def when_it_is_its_turn(*given: Any, **named: Any) -> Any:
+        def when_it_is_its_turn(*arguments: Any, **options: Any) -> Any:
             with self._turn:
-                return operation(*given, **named)
+                return operation(*arguments, **options)
 
         return when_it_is_its_turn
 
     def notice(self) -> None:
         """Write down what happened since the last operation that was seen."""
-        there = set()
+        paths = set()
         for folder, folders, files in os.walk(self._base):
             for name in sorted(folders):
-                there.add(path := self._relative(Path(folder, name)))
+                paths.add(path := self._relative(Path(folder, name)))
                 if path not in self._nodes:
                     self._name(path, next(self._next))
             for name in sorted(files):
-                there.add(path := self._relative(Path(folder, name)))
+                paths.add(path := self._relative(Path(folder, name)))
                 new = path not in self._nodes
                 node = next(self._next) if new else self._nodes[path]
                 content = Path(folder, name).read_bytes()
@@ -115,13 +115,13 @@ class Recorder:
                     self.operations.append(Written(node, content))
                 if new:  # after its content, so that it is known to be a file
                     self._name(path, node)
-        unseen = self._nodes.keys() - there - {"."}
+        unseen = self._nodes.keys() - paths - {"."}
         assert not unseen, f"removed by something that the recorder does not see: {unseen}"
 
-    def made(self, path: str) -> None:
+    def make_folder(self, path: str) -> None:
         self._name(path, next(self._next))
 
-    def renamed(self, path: str, to: str) -> None:
+    def rename_path(self, path: str, to: str) -> None:
         old, new = os.path.split(path), os.path.split(to)
         assert old[0] == new[0], "a rename from folder to folder is not replayed"
         for was in [key for key in self._nodes if key == path or key.startswith(f"{path}/")]:
@@ -129,12 +129,12 @@ class Recorder:
         changes = ((old[1], None), (new[1], self._nodes[to]))
         self.operations.append(Names(self._nodes[old[0] or "."], changes))
 
-    def removed(self, path: str) -> None:
+    def remove_path(self, path: str) -> None:
         del self._nodes[path]
         folder, name = os.path.split(path)
         self.operations.append(Names(self._nodes[folder or "."], ((name, None),)))
 
-    def synced(self, descriptor: int) -> None:
+    def sync_path(self, descriptor: int) -> None:
         if (path := self.path_of(descriptor)) is not None:
             self.operations.append(Synced(self._nodes[path]))
 
@@ -150,8 +150,8 @@ class Recorder:
         if folder is not None:
             parent = self.path_of(folder)
             return None if parent is None else str(Path(parent, path))
-        whole = Path.cwd() / path
-        return self._relative(whole) if whole.is_relative_to(self._base) else None
+        full_path = Path.cwd() / path
+        return self._relative(full_path) if full_path.is_relative_to(self._base) else None
 
     def _relative(self, path: Path) -> str:
         return str(path.relative_to(self._base))
@@ -166,10 +166,10 @@ class Recorder:
 def recording(base: Path) -> Iterator[Recorder]:
     """Record what becomes of `base`, whose content so far is on the disk."""
     recorder = Recorder(base.resolve())
-    settled = [Synced(node) for node in range(_count(recorder.operations) + 1)]
-    recorder.operations += settled
+    syncs = [Synced(node) for node in range(_count(recorder.operations) + 1)]
+    recorder.operations += syncs
     with pytest.MonkeyPatch.context() as patch:
-        for name, replacement in _watched(recorder).items():
+        for name, replacement in _recording_functions(recorder).items():
             patch.setattr(os, name, recorder.in_turn(replacement))
         yield recorder
         for thread in threading.enumerate():
@@ -178,33 +178,33 @@ def recording(base: Path) -> Iterator[Recorder]:
     recorder.notice()
 
 
-def _watched(recorder: Recorder) -> dict[str, Callable[..., Any]]:
+def _recording_functions(recorder: Recorder) -> dict[str, Callable[..., Any]]:
     real = {name: getattr(os, name) for name in ("fsync", "mkdir", "rename", "unlink", "rmdir")}
 
     def fsync(descriptor: int) -> None:
         recorder.notice()
         real["fsync"](descriptor)
-        recorder.synced(descriptor)
+        recorder.sync_path(descriptor)
 
     def mkdir(path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
         recorder.notice()
         real["mkdir"](path, mode, dir_fd=dir_fd)
         if (inside := recorder.inside(path, dir_fd)) is not None:
-            recorder.made(inside)
+            recorder.make_folder(inside)
 
     def rename(path: Any, to: Any) -> None:
         recorder.notice()
         real["rename"](path, to)
         inside = recorder.inside(path, None), recorder.inside(to, None)
         if inside[0] is not None and inside[1] is not None:
-            recorder.renamed(inside[0], inside[1])
+            recorder.rename_path(inside[0], inside[1])
 
     def remove(path: Any, *, dir_fd: int | None = None, how: str) -> None:
         recorder.notice()
         inside = recorder.inside(path, dir_fd)
         real[how](path, dir_fd=dir_fd)
         if inside is not None:
-            recorder.removed(inside)
+            recorder.remove_path(inside)
 
     def unknown(*_: Any, **__: Any) -> NoReturn:
         raise AssertionError("the recorder cannot replay this operation")
@@ -228,7 +228,7 @@ class Crash:
     """A state in which a disk may be found, and the last thing that had been said before."""
 
     at: int
-    said: int | None
+    last_word: int | None
     tree: Tree
 
 
@@ -240,17 +240,17 @@ def crashes(
     A crash point with more than `exhaustive` states is drawn from as often.
     """
     disk = _Disk()
-    said: int | None = None
-    seen: set[object] = set()
+    last_word: int | None = None
+    states: set[object] = set()
     for at, operation in enumerate(operations, 1):
         disk.do(operation)
         if isinstance(operation, Said):
-            said = operation.word
+            last_word = operation.word
         for tree in disk.after_power_loss(chance, exhaustive):
-            known = said, frozenset(tree.items())
-            if known not in seen:
-                seen.add(known)
-                yield Crash(at, said, tree)
+            state = last_word, frozenset(tree.items())
+            if state not in states:
+                states.add(state)
+                yield Crash(at, last_word, tree)
 
 
 def lay_out(tree: Tree, base: Path) -> None:
@@ -286,24 +286,26 @@ class _Disk:
 
     def after_power_loss(self, chance: random.Random, exhaustive: int) -> Iterator[Tree]:
         """All that may be found, if that is not too much, else as many draws."""
-        kept = [(False, True)] * len(self._unsure_names)
+        name_choices = [(False, True)] * len(self._unsure_names)
         files = list(self._unsure_contents)
         contents = [_remains(self._contents.get(f, b""), self._unsure_contents[f]) for f in files]
         total = 1
-        for choices in (*kept, *contents):
+        for choices in (*name_choices, *contents):
             total *= len(choices)
-        drawn: Iterator[Sequence[Any]] = (
-            itertools.product(*kept, *contents)
+        draws: Iterator[Sequence[Any]] = (
+            itertools.product(*name_choices, *contents)
             if total <= exhaustive
-            else ([chance.choice(c) for c in (*kept, *contents)] for _ in range(exhaustive))
+            else ([chance.choice(c) for c in (*name_choices, *contents)] for _ in range(exhaustive))
         )
-        for choice in drawn:
-            names = {folder: dict(there) for folder, there in self._names.items()}
+        for choice in draws:
+            names = {folder: dict(entries) for folder, entries in self._names.items()}
             for unsure, is_kept in zip(self._unsure_names, choice, strict=False):
                 if is_kept:
                     _apply(names, unsure)
-            found = self._contents | dict(zip(files, choice[len(kept) :], strict=True))
-            yield _tree(names, found, ROOT, "")
+            file_contents = self._contents | dict(
+                zip(files, choice[len(name_choices) :], strict=True)
+            )
+            yield _tree(names, file_contents, ROOT, "")
 
 
 def _apply(names: dict[Node, dict[str, Node]], change: Names) -> None:
@@ -315,10 +317,10 @@ def _apply(names: dict[Node, dict[str, Node]], change: Names) -> None:
             folder[name] = node
 
 
-def _remains(before: bytes, written: Sequence[bytes]) -> list[bytes]:
+def _remains(before: bytes, contents: Sequence[bytes]) -> list[bytes]:
     """What an unsynced file may hold: old or new, all, cut, or with pages that never came."""
     remains = [before, b""]
-    for content in written:
+    for content in contents:
         half = len(content) // 2
         zeros = bytes(len(content))
         remains += [content, content[:half], zeros, content[:half] + zeros[half:]]

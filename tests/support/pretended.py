@@ -36,7 +36,7 @@ class Transfer(NamedTuple):
 
     to: str
     thread: str
-    pinned: bool
+    is_pinned: bool
     waits: bool
 
 
@@ -57,7 +57,7 @@ class Gpu:
     def device(self) -> torch.device:
         return torch.device("cuda", self.index)
 
-    def pinned(self, tensor: Tensor) -> Tensor:
+    def pin(self, tensor: Tensor) -> Tensor:
         """Return the tensor, noted as pinned."""
         self.pinned_by[threading.current_thread().name] += 1
         self._pins.append(tensor)
@@ -66,7 +66,7 @@ class Gpu:
     def is_pinned(self, tensor: Tensor) -> bool:
         """Whether it is, or is part of, a tensor that was pinned."""
         storage = tensor.untyped_storage().data_ptr()
-        return any(each.untyped_storage().data_ptr() == storage for each in self._pins)
+        return any(pin.untyped_storage().data_ptr() == storage for pin in self._pins)
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
@@ -87,22 +87,22 @@ _gpu = Gpu()
 class PretendedTensor(Tensor):
     """A tensor on the device. To C++ it is on the CPU, or the autograd engine would look for a GPU."""
 
-    held: Tensor
+    host_tensor: Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, held: Tensor) -> PretendedTensor:
-        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    def __new__(cls, host_tensor: Tensor) -> PretendedTensor:
+        wrapper = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
-            held.shape,
-            strides=held.stride(),
-            storage_offset=held.storage_offset(),
-            dtype=held.dtype,
-            layout=held.layout,
-            device=held.device,
+            host_tensor.shape,
+            strides=host_tensor.stride(),
+            storage_offset=host_tensor.storage_offset(),
+            dtype=host_tensor.dtype,
+            layout=host_tensor.layout,
+            device=host_tensor.device,
         )
-        made.held = held.detach()
-        return made  # type: ignore[no-any-return]
+        wrapper.host_tensor = host_tensor.detach()
+        return wrapper  # type: ignore[no-any-return]
 
     @classmethod
     def __torch_dispatch__(
@@ -122,12 +122,12 @@ class PretendedTensor(Tensor):
             _check_one_device(func, (args, kwargs))
         draws = torch.Tag.nondeterministic_seeded in func.tags
         with _gpu.drawing() if draws else nullcontext():
-            found = func(*_held(args), **_held(kwargs))
+            output = func(*_unwrap(args), **_unwrap(kwargs))
         if copies or reduces:
             return args[0] if copies else kwargs["out"]
         if collective or func is torch.ops.aten._local_scalar_dense.default:
-            return found
-        return return_and_correct_aliasing(func, args, kwargs, _pretended(found))
+            return output
+        return return_and_correct_aliasing(func, args, kwargs, _wrap(output))
 
     device = property(lambda _: _gpu.device)  # type: ignore[assignment]
     is_cuda = property(lambda _: True)  # type: ignore[assignment]
@@ -136,7 +136,7 @@ class PretendedTensor(Tensor):
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
         # DDP's are views of its buckets
-        return _pretended(Tensor.grad.__get__(self))  # type: ignore[attr-defined, no-any-return]
+        return _wrap(Tensor.grad.__get__(self))  # type: ignore[attr-defined, no-any-return]
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -149,16 +149,16 @@ class PretendedTensor(Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         _check_one_device("data", (self, value))
-        self.held = value.held  # type: ignore[attr-defined]
+        self.host_tensor = value.host_tensor  # type: ignore[attr-defined]
 
     def get_device(self) -> int:
         return _gpu.index
 
     def data_ptr(self) -> int:
-        return self.held.data_ptr()
+        return self.host_tensor.data_ptr()
 
     def tolist(self) -> Any:
-        return self.held.tolist()
+        return self.host_tensor.tolist()
 
     def numpy(self, **_: Any) -> Any:  # type: ignore[override]
         raise TypeError(f"can't convert {self.device} device type tensor to numpy")
@@ -168,32 +168,34 @@ class PretendedTensor(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
-            made: Tensor = PretendedTensor(self.held.clone())
+            clone: Tensor = PretendedTensor(self.host_tensor.clone())
             if isinstance(self, torch.nn.Parameter):
-                made = torch.nn.Parameter(made, self.requires_grad)
-            memo[id(self)] = made
+                clone = torch.nn.Parameter(clone, self.requires_grad)
+            memo[id(self)] = clone
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"pretended {self.held!r}"
+        return f"pretended {self.host_tensor!r}"
 
 
-def _held(tree: Any) -> Any:
-    return tree_map_only(PretendedTensor, lambda tensor: tensor.held, tree)
+def _unwrap(tree: Any) -> Any:
+    return tree_map_only(PretendedTensor, lambda tensor: tensor.host_tensor, tree)
 
 
-def _pretended(tree: Any) -> Any:
-    def wrapped(tensor: Tensor) -> Tensor:
+def _wrap(tree: Any) -> Any:
+    def wrap_tensor(tensor: Tensor) -> Tensor:
         return tensor if isinstance(tensor, PretendedTensor) else PretendedTensor(tensor)
 
-    return tree_map_only(Tensor, wrapped, tree)
+    return tree_map_only(Tensor, wrap_tensor, tree)
 
 
-def _check_one_device(func: object, given: object) -> None:
+def _check_one_device(func: object, arguments: object) -> None:
     """Raise what torch raises where a tensor on the CPU, unless it is a number, meets one on a GPU."""
-    tensors = [each for each in tree_leaves(given) if isinstance(each, Tensor)]
-    others = [each for each in tensors if each.ndim and not isinstance(each, PretendedTensor)]
-    if others and len(others) < len(tensors):
+    tensors = [tensor for tensor in tree_leaves(arguments) if isinstance(tensor, Tensor)]
+    host_tensors = [
+        tensor for tensor in tensors if tensor.ndim and not isinstance(tensor, PretendedTensor)
+    ]
+    if host_tensors and len(host_tensors) < len(tensors):
         raise RuntimeError(
             "Expected all tensors to be on the same device, but found at least two devices, "
             f"{_gpu.device} and cpu! ({func})"
@@ -205,7 +207,7 @@ class _Moved(torch.autograd.Function):
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
         del ctx
         if isinstance(tensor, PretendedTensor):
-            return tensor.held.clone()
+            return tensor.host_tensor.clone()
         return PretendedTensor(tensor.detach().clone())
 
     @staticmethod
@@ -224,34 +226,34 @@ class _Pretending(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         del types
-        given = dict(kwargs or {})
+        options = dict(kwargs or {})
         if func is Tensor.pin_memory:
-            return _gpu.pinned(args[0].clone())
+            return _gpu.pin(args[0].clone())
         if func is Tensor.is_pinned:
             return _gpu.is_pinned(args[0])
         if func is Tensor.cpu:
             return _move(args[0], torch.device("cpu"), waits=True)
         if func is Tensor.to:
-            return _to(*args, **given)
-        if func is F.scaled_dot_product_attention and given.get("dropout_p"):
-            return _attention(*args, **given)
+            return _to(*args, **options)
+        if func is F.scaled_dot_product_attention and options.get("dropout_p"):
+            return _attention(*args, **options)
         if func is Tensor.copy_ and args[0].device.type != args[1].device.type:
-            _note(args[1], args[0].device, waits=not given.get("non_blocking"))
-        pinned = given.pop("pin_memory", False)
-        if given.get("device") is None:
-            made = func(*args, **given)
-            return _gpu.pinned(made) if pinned else made
-        on_gpu = torch.device(given.pop("device")).type == "cuda"
-        with _gpu.drawing() if on_gpu and given.get("generator") is None else nullcontext():
-            made = func(*_held(args), **given, device="cpu")
-        return _pretended(made) if on_gpu else _gpu.pinned(made) if pinned else made
+            _note(args[1], args[0].device, waits=not options.get("non_blocking"))
+        pins = options.pop("pin_memory", False)
+        if options.get("device") is None:
+            output = func(*args, **options)
+            return _gpu.pin(output) if pins else output
+        on_gpu = torch.device(options.pop("device")).type == "cuda"
+        with _gpu.drawing() if on_gpu and options.get("generator") is None else nullcontext():
+            output = func(*_unwrap(args), **options, device="cpu")
+        return _wrap(output) if on_gpu else _gpu.pin(output) if pins else output
 
 
 def _attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    added: Tensor | None = None,
+    attn_mask: Tensor | None = None,
     *,
     dropout_p: float,
     is_causal: bool = False,
@@ -259,37 +261,37 @@ def _attention(
 ) -> Tensor:
     """Attention whose mask is on the tensors' device; that of torch is made in C++."""
     if enable_gqa:
-        k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
+        k, v = (heads.repeat_interleave(q.shape[1] // k.shape[1], 1) for heads in (k, v))
     scores = (q @ k.mT) * q.shape[-1] ** -0.5
     if is_causal:
         hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
         scores = scores.masked_fill(hidden, -torch.inf)
-    if added is not None:
-        scores = scores + added
+    if attn_mask is not None:
+        scores = scores + attn_mask
     return F.dropout(scores.softmax(-1), dropout_p) @ v
 
 
 def _to(tensor: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
     if args and isinstance(args[0], Tensor):
         args = (args[0].device, args[0].dtype, *args[1:])
-    device, dtype, unwaited, layout = torch._C._nn._parse_to(*args, **kwargs)  # type: ignore[attr-defined]
-    moved = tensor if device is None else _move(tensor, device, waits=not unwaited)
+    device, dtype, non_blocking, layout = torch._C._nn._parse_to(*args, **kwargs)  # type: ignore[attr-defined]
+    output = tensor if device is None else _move(tensor, device, waits=not non_blocking)
     how = {} if layout is None else {"memory_format": layout}
-    return moved.to(dtype or tensor.dtype, copy=copy and moved is tensor, **how)
+    return output.to(dtype or tensor.dtype, copy=copy and output is tensor, **how)
 
 
 def _move(tensor: Tensor, device: torch.device, *, waits: bool) -> Tensor:
     if tensor.device.type == device.type:
         return tensor
     _note(tensor, device, waits=waits)
-    moved: Tensor = _Moved.apply(tensor)  # type: ignore[no-untyped-call]
-    return moved
+    output: Tensor = _Moved.apply(tensor)  # type: ignore[no-untyped-call]
+    return output
 
 
 def _note(tensor: Tensor, device: torch.device, *, waits: bool) -> None:
-    pinned = tensor.is_cpu and _gpu.is_pinned(tensor)
+    is_pinned = tensor.is_cpu and _gpu.is_pinned(tensor)
     thread = threading.current_thread().name
-    _gpu.transfers.append(Transfer(device.type, thread, pinned, waits))
+    _gpu.transfers.append(Transfer(device.type, thread, is_pinned, waits))
 
 
 class _Event:
@@ -312,8 +314,8 @@ class _Event:
 
 
 class _AnyGenerator(type):
-    def __instancecheck__(cls, found: object) -> bool:
-        return type(found) is torch._C.Generator
+    def __instancecheck__(cls, candidate: object) -> bool:
+        return type(candidate) is torch._C.Generator
 
 
 class _Generator(metaclass=_AnyGenerator):
@@ -375,15 +377,15 @@ def _answers() -> dict[str, Any]:
     }
 
 
-def _counted(name: str, answer: Any) -> Any:
+def _count_calls(name: str, answer: Any) -> Any:
     if not callable(answer) or isinstance(answer, type):
         return answer
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
+    def count_and_call(*args: Any, **kwargs: Any) -> Any:
         _gpu.calls[name] += 1
         return answer(*args, **kwargs)
 
-    return counted
+    return count_and_call
 
 
 @contextmanager
@@ -402,17 +404,17 @@ def device(index: int = 0) -> Iterator[Gpu]:
         with _Pretending():
             run_thread(thread)
 
-    def entered(context: Any) -> Any:
+    def enter_both(context: Any) -> Any:
         if context.device == "cuda":  # kernels are the CPU's, and so are the types they are given
-            beside = torch.autocast("cpu", context.fast_dtype, context._enabled)
-            context.beside = enter(beside)
+            cpu_context = torch.autocast("cpu", context.fast_dtype, context._enabled)
+            context.cpu_context = enter(cpu_context)
         return enter(context)
 
-    def left(context: Any, *error: Any) -> Any:
-        found = leave(context, *error)
+    def leave_both(context: Any, *error: Any) -> Any:
+        result = leave(context, *error)
         if context.device == "cuda":
-            leave(context.beside, *error)
-        return found
+            leave(context.cpu_context, *error)
+        return result
 
     def join(backend: str, **how: Any) -> None:
         """NCCL is there, and sends over gloo."""
@@ -424,14 +426,14 @@ def device(index: int = 0) -> Iterator[Gpu]:
     with ExitStack() as stack:
         stack.callback(torch.__future__.set_swap_module_params_on_conversion, swaps)
         for name, answer in _answers().items():
-            stack.enter_context(patch.object(torch.cuda, name, _counted(name, answer)))
+            stack.enter_context(patch.object(torch.cuda, name, _count_calls(name, answer)))
         stack.enter_context(patch.object(torch.accelerator, "is_available", lambda: True))
         stack.enter_context(patch.object(torch.version, "cuda", "0.0"))
         stack.enter_context(patch.object(record_device, "_GPU_SIDES", (64,)))
         stack.enter_context(patch.object(dist, "init_process_group", join))
         stack.enter_context(patch.object(threading.Thread, "run", run))
-        stack.enter_context(patch.object(torch.autocast, "__enter__", entered))
-        stack.enter_context(patch.object(torch.autocast, "__exit__", left))
+        stack.enter_context(patch.object(torch.autocast, "__enter__", enter_both))
+        stack.enter_context(patch.object(torch.autocast, "__exit__", leave_both))
         stack.enter_context(patch.object(torch, "Generator", _Generator))
         stack.enter_context(_Pretending())
         try:

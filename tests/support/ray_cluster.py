@@ -49,14 +49,14 @@ class Cluster:
 
     def kill_worker(self, rng: random.Random) -> bool:
         """Kill the actor of a host; False: there is none yet."""
-        found = []
-        for each in psutil.Process(self.process.pid).children(recursive=True):
+        workers = []
+        for process in psutil.Process(self.process.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):  # Ray's own helpers come and go
-                if each.name().startswith("ray::NodeProcess"):
-                    found.append(each)
-        if found:
-            rng.choice(found).kill()
-        return bool(found)
+                if process.name().startswith("ray::NodeProcess"):
+                    workers.append(process)
+        if workers:
+            rng.choice(workers).kill()
+        return bool(workers)
 
     def kill_second_node(self) -> None:
         """Return when its daemons are killed; its workers find that out."""

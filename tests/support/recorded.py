@@ -8,7 +8,7 @@ from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir
 
 
-def started(step: int = 0, resumed_from: str | None = None) -> RunStarted:
+def start_event(step: int = 0, resumed_from: str | None = None) -> RunStarted:
     return RunStarted(
         run_id="aaaaa",
         step=step,
@@ -44,7 +44,7 @@ def make_run(folder: Path, name: str, steps: int = 40, *, grows: bool = False) -
     run.config.write_text(f"name: {name.rpartition('-')[0]}\n")
     run.log(0).write_text("[RANK 0] 2026-01-01 00:00:00 INFO: rank 0 of 1 on cpu\n")
     with Recorder(run.events) as record:
-        record.write(started())
+        record.write(start_event())
         for step in range(1, steps + 1):
             record.write(train(step, 5 / step**0.5))
             if step % 10 == 0:

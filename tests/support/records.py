@@ -44,14 +44,14 @@ def lines(
     at = {int(step) for step in rng.choice(np.arange(1, steps + 1), min(spikes, steps), False)}
     stops = [steps * (part + 1) // (rewinds + 1) for part in range(rewinds)]
     begin, segment = 0, 1
-    yield encode_event(_started(0, None), START, 1)
+    yield encode_event(_start_event(0, None), START, 1)
     for stop in [*stops, steps]:
         yield from _segment(begin, stop, every, segment, rng, at)
         if stop < steps or segment <= rewinds:
             begin = max(0, (stop - every) // every * every)
             segment += 1
             name = f"step-{begin}" if begin else None
-            yield encode_event(_started(begin, name), START + stop + segment, segment)
+            yield encode_event(_start_event(begin, name), START + stop + segment, segment)
     yield encode_event(
         RunFinished(loss=3.0, tokens_per_s=16351.3, **_place(steps)), START + 2 * steps, segment
     )
@@ -103,7 +103,7 @@ def _place(step: int) -> dict[str, int | float]:
     }
 
 
-def _started(step: int, resumed_from: str | None) -> RunStarted:
+def _start_event(step: int, resumed_from: str | None) -> RunStarted:
     return RunStarted(
         run_id="made", step=step, resumed_from=resumed_from, model="2L/128d", parameters=803456
     )

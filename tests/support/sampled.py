@@ -14,7 +14,7 @@ def noise(sample: Any, generator: Any) -> Any:
     return {"number": sample["number"], "noise": generator.random()}
 
 
-def moved(sample: Any, generator: Any) -> Any:
+def jitter(sample: Any, generator: Any) -> Any:
     """Every draw lies elsewhere."""
     return {**sample, "x": sample["x"] + generator.normal(size=2).astype("f4") / 8}
 

@@ -22,25 +22,25 @@ DTYPES = st.one_of(
 )
 
 
-def same(one: Any, other: Any) -> bool:
+def same(columns: Any, other: Any) -> bool:
     """Whether columns have the same names, kinds, types and samples, in the same order."""
-    if isinstance(one, Mapping):
+    if isinstance(columns, Mapping):
         return (
             isinstance(other, Mapping)
-            and list(one) == list(other)
-            and all(same(one[name], other[name]) for name in one)
+            and list(columns) == list(other)
+            and all(same(columns[name], other[name]) for name in columns)
         )
-    if isinstance(one, Ragged):
+    if isinstance(columns, Ragged):
         return (
             isinstance(other, Ragged)
-            and np.array_equal(one.sizes, other.sizes)
-            and same(one.flat, other.flat)
+            and np.array_equal(columns.sizes, other.sizes)
+            and same(columns.flat, other.flat)
         )
     return (
         isinstance(other, np.ndarray)
-        and one.dtype == other.dtype
-        and one.shape == other.shape
-        and one.tobytes() == other.tobytes()
+        and columns.dtype == other.dtype
+        and columns.shape == other.shape
+        and columns.tobytes() == other.tobytes()
     )
 
 
@@ -52,7 +52,7 @@ def dense(draw: st.DrawFn, samples: int) -> NDArray[Any]:
 
 
 @st.composite
-def ragged(draw: st.DrawFn, samples: int) -> Ragged:
+def ragged_arrays(draw: st.DrawFn, samples: int) -> Ragged:
     before, after = draw(st.integers(0, 2)), draw(st.integers(0, 2))
     sizes = draw(st.lists(st.integers(0, 3), min_size=samples, max_size=samples))
     values = draw(dense(before + sum(sizes) + after))
@@ -61,7 +61,7 @@ def ragged(draw: st.DrawFn, samples: int) -> Ragged:
 
 def columns(samples: int) -> st.SearchStrategy[Columns]:
     """Any columns of so many samples."""
-    leaf = st.one_of(dense(samples), ragged(samples))
+    leaf = st.one_of(dense(samples), ragged_arrays(samples))
     nested = st.recursive(
         leaf, lambda inner: st.dictionaries(NAMES, inner, max_size=2), max_leaves=4
     )

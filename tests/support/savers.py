@@ -54,29 +54,31 @@ def holds(checkpoint: Checkpoint) -> bool:
     )
 
 
-def save_for_ever(root: str, first_step: int, acknowledged: str) -> None:
-    """Save step after step; each goes into the file `acknowledged` once `publish` has returned."""
-    with Path(acknowledged).open("ab", buffering=0) as file:
+def save_for_ever(root: str, first_step: int, log_path: str) -> None:
+    """Save step after step; each goes into the file `log_path` once `publish` has returned."""
+    with Path(log_path).open("ab", buffering=0) as file:
         for step in itertools.count(first_step):
             save(Path(root), step)
             file.write(b"%d\n" % step)
 
 
-def save_in_parts_for_ever(root: str, first_step: int, acknowledged: str) -> None:
+def save_in_parts_for_ever(root: str, first_step: int, log_path: str) -> None:
     """As one of several ranks, which have some rows of each tensor; rank 0 acknowledges."""
     with join_group(ParallelConfig(timeout_s=SAVE_LIMIT_S), "cpu") as world:
         for step in itertools.count(first_step):
-            whole = components(step)
+            state = components(step)
             parts: dict[str, Tensors] = {
-                name: {key: in_parts.rows_of(t, world.rank, world.size) for key, t in each.items()}
-                for name, each in whole.items()
+                name: {
+                    key: in_parts.rows_of(t, world.rank, world.size) for key, t in tensors.items()
+                }
+                for name, tensors in state.items()
             }
-            parts["rng"] = whole["rng"]
+            parts["rng"] = state["rng"]
             publish_checkpoint(
                 Path(root), step, CheckpointContent(parts, {"step": step}, {}), world=world
             )
             if world.is_main:
-                with Path(acknowledged).open("ab", buffering=0) as file:
+                with Path(log_path).open("ab", buffering=0) as file:
                     file.write(b"%d\n" % step)
 
 
@@ -95,20 +97,20 @@ def save_with_too_little_room(root: str, step: int, room_bytes: int, kind: str) 
             return 0
     save(folder, step)
     before = _names(folder)
-    told = ""
+    message = ""
     with limit_files(room_bytes) if kind == "limit" else fill_disk(folder, room_bytes):
         try:
             save(folder, step + 1)
         except CheckpointError as error:
-            told = str(error)
+            message = str(error)
     after = _names(folder)
-    found, skipped = latest_intact(folder)
+    intact, skips = latest_intact(folder)
     save(folder, step + 2)
     last, _ = latest_intact(folder)
     left_over = [path.name for path in (folder / "checkpoints").glob(".*")]
-    facts: dict[str, object] = {"told": told, "before": before, "after": after}
-    facts |= {"found": found.path.name}
-    facts |= {"skipped": len(skipped), "then": last.path.name, "left_over": left_over}
+    facts: dict[str, object] = {"told": message, "before": before, "after": after}
+    facts |= {"found": intact.path.name}
+    facts |= {"skipped": len(skips), "then": last.path.name, "left_over": left_over}
     print(json.dumps(facts))
     return 0
 
@@ -148,10 +150,10 @@ def mount_small_disk(folder: Path, size_bytes: int) -> None:
     """In a mount namespace of this process's own, which ends with it."""
     libc = ctypes.CDLL(None, use_errno=True)
     options = f"size={size_bytes}".encode()
-    here = os.fsencode(folder)
+    mount_point = os.fsencode(folder)
     if (
         libc.unshare(CLONE_NEWNS)
         or libc.mount(None, b"/", None, MS_PRIVATE_FOR_ALL, None)
-        or libc.mount(b"tmpfs", here, b"tmpfs", 0, options)
+        or libc.mount(b"tmpfs", mount_point, b"tmpfs", 0, options)
     ):
         raise OSError(ctypes.get_errno() or errno.EPERM, "cannot mount")

@@ -71,7 +71,7 @@ def place(step: int, pause: float = 0.0) -> dict[str, float]:
     }
 
 
-def begun(segment: int = 1, step: int = 0) -> RunStarted:
+def start_event(segment: int = 1, step: int = 0) -> RunStarted:
     return RunStarted(
         run_id="scene",
         step=step,
@@ -93,13 +93,13 @@ def begun(segment: int = 1, step: int = 0) -> RunStarted:
     )
 
 
-def trained(
+def training_lines(
     first: int, last: int, segment: int = 1, *, seed: int = 0, floor: float = 3.9, every: int = 25
 ) -> Lines:
     """A train line every second step, a validation every `every` steps; 0: none."""
     rng = np.random.default_rng(seed + 1000 * first + 100 * segment)
     for step in range(first + 2, last + 1, 2):
-        here = place(step, 30.0 * (segment - 1))
+        position = place(step, 30.0 * (segment - 1))
         loss = floor + 4 * np.exp(-step / 45) + rng.normal(0, 0.03)
         yield (
             Train(
@@ -111,15 +111,20 @@ def trained(
                 mfu=0.45,
                 data_wait=0.01,
                 memory_bytes=694 << 20,
-                **here,
+                **position,
             ),
             segment,
         )
         if every and step % every in (0, 1):
-            yield Eval(split="val", loss=float(loss + 0.06), standard_error=0.02, **here), segment
+            yield (
+                Eval(split="val", loss=float(loss + 0.06), standard_error=0.02, **position),
+                segment,
+            )
 
 
-def grown(step: int, name: str, change: str, shape: dict[str, int], sizes: Sequence[int]) -> Event:
+def growth_event(
+    step: int, name: str, change: str, shape: dict[str, int], sizes: Sequence[int]
+) -> Event:
     return OperationEvent(
         name=name,
         verb="GROW",
@@ -142,8 +147,8 @@ def grown(step: int, name: str, change: str, shape: dict[str, int], sizes: Seque
 def grows(seed: int, floor: float = 3.9, at: tuple[int, int, int] = (50, 100, 150)) -> Lines:
     """A run that grew twice and has finished."""
     first, second, third = at
-    yield begun(), 1
-    yield from trained(0, first, seed=seed, floor=floor)
+    yield start_event(), 1
+    yield from training_lines(0, first, seed=seed, floor=floor)
     yield (
         OperationEvent(
             name="change_batch_size", value=1.25, change="16→20", reason="val 5.79 < 6.00",
@@ -151,16 +156,16 @@ def grows(seed: int, floor: float = 3.9, at: tuple[int, int, int] = (50, 100, 15
         ),
         1,
     )  # fmt: skip
-    yield from trained(first, second, seed=seed, floor=floor)
-    yield grown(second, "widen_mlp", "192→352", WIDE, (803_000, 926_000)), 1
+    yield from training_lines(first, second, seed=seed, floor=floor)
+    yield growth_event(second, "widen_mlp", "192→352", WIDE, (803_000, 926_000)), 1
     yield (
         Saved(path="checkpoints/step-100", reason="after growth", size_bytes=15 << 20, seconds=0.4,
               stall_s=0.02, **place(second)),
         1,
     )  # fmt: skip
-    yield from trained(second, third, seed=seed, floor=floor)
-    yield grown(third, "insert_layers", "2→4", DEEP, (926_000, 1_330_000)), 1
-    yield from trained(third, STEPS, seed=seed, floor=floor)
+    yield from training_lines(second, third, seed=seed, floor=floor)
+    yield growth_event(third, "insert_layers", "2→4", DEEP, (926_000, 1_330_000)), 1
+    yield from training_lines(third, STEPS, seed=seed, floor=floor)
     last = place(STEPS)
     yield SampleText(prompt="def ", text="read(path):\n    return open(path).read()\n", **last), 1
     yield Stop(reason=f"reached {STEPS}it", **last), 1
@@ -168,23 +173,23 @@ def grows(seed: int, floor: float = 3.9, at: tuple[int, int, int] = (50, 100, 15
 
 
 def plain(seed: int, floor: float = 4.0, last: int = STEPS) -> Lines:
-    yield begun(), 1
-    yield from trained(0, last, seed=seed, floor=floor)
+    yield start_event(), 1
+    yield from training_lines(0, last, seed=seed, floor=floor)
     yield Stop(reason=f"reached {last}it", **place(last)), 1
     yield RunFinished(loss=floor, **place(last)), 1
 
 
 def crashes() -> Lines:
     """A run that is resumed, and then fails on its second rank."""
-    yield begun(), 1
-    yield from trained(0, 100)
+    yield start_event(), 1
+    yield from training_lines(0, 100)
     yield (
         Saved(path="checkpoints/step-80", reason="every 80it", size_bytes=15 << 20, **place(80)),
         1,
     )
-    yield from trained(100, 110)
-    yield begun(2, 80), 2
-    yield from trained(80, 150, 2)
+    yield from training_lines(100, 110)
+    yield start_event(2, 80), 2
+    yield from training_lines(80, 150, 2)
     pause = place(150, 30.0)
     yield Alert(name="divergence", message="loss 5.1 is far above 4.2", **pause), 2
     yield (
@@ -205,20 +210,20 @@ def crash(folder: Path, name: str = "sweep-crash", lines: Lines | None = None) -
 
 def resumed_twice(folder: Path) -> RunDir:
     def lines() -> Lines:
-        yield begun(), 1
-        yield from trained(0, 90)
-        yield begun(2, 60), 2
-        yield from trained(60, 150, 2)
-        yield begun(3, 110), 3
-        yield from trained(110, STEPS, 3)
+        yield start_event(), 1
+        yield from training_lines(0, 90)
+        yield start_event(2, 60), 2
+        yield from training_lines(60, 150, 2)
+        yield start_event(3, 110), 3
+        yield from training_lines(110, STEPS, 3)
 
     return write(folder, "demo-ddddd", lines(), config(1))
 
 
 def stops(folder: Path, name: str = "sweep-stops") -> RunDir:
     def lines() -> Lines:
-        yield begun(), 1
-        yield from trained(0, 90, every=0)
+        yield start_event(), 1
+        yield from training_lines(0, 90, every=0)
         yield Stop(reason="SIGTERM", resumable=True, **place(90)), 1
 
     return write(folder, name, lines(), config(1))
@@ -228,16 +233,16 @@ def config(seed: int, lr: str = "2e-3", layers: int = 2) -> str:
     return f"seed: {seed}  # --set\nmodel:\n  n_layer: {layers}  # --set\noptimizer:\n  lr: {lr}  # --set\n"
 
 
-def one(folder: Path) -> None:
+def one_run(folder: Path) -> None:
     write(folder, "demo-aaaaa", grows(1), config(1))
 
 
-def two(folder: Path) -> None:
-    one(folder)
+def two_runs(folder: Path) -> None:
+    one_run(folder)
     write(folder, "demo-bbbbb", grows(2, 4.1, (60, 110, 170)), config(1, "1e-3"), START + 600)
 
 
-def eight(folder: Path) -> None:
+def eight_runs(folder: Path) -> None:
     """Four settings with two seeds each, names with much in common, one crashed, one stopped."""
     for n, (lr, floor) in enumerate((("1e-3", 4.1), ("2e-3", 3.9), ("4e-3", 4.3))):
         for seed in (1, 2):
@@ -248,21 +253,21 @@ def eight(folder: Path) -> None:
     stops(folder, "pretrain-stdlib-llama-lr5e-4-seed1-ggggg")
 
 
-def hundred(folder: Path) -> None:
+def hundred_runs(folder: Path) -> None:
     for n in range(100):
         name = f"sweep-{'abcdefghjk'[n // 10]}{'abcdefghjk'[n % 10]}xyz"
         lr = f"{1 + n % 7}e-3"
         write(folder, name, plain(n, 3.8 + n % 7 / 10, 60), config(n % 5, lr), START + 60 * n)
 
 
-def crashed(folder: Path) -> None:
+def only_crash(folder: Path) -> None:
     crash(folder)
 
 
 def crashed_at_once(folder: Path) -> None:
     """A run that fails before its first step."""
     lines: list[tuple[Event, int]] = [
-        (begun(), 1),
+        (start_event(), 1),
         (
             Failed(
                 message="rank 0 failed at step 0: FileNotFoundError: no file matches data/*.txt",
@@ -275,7 +280,7 @@ def crashed_at_once(folder: Path) -> None:
     write(folder, "sweep-early", iter(lines), config(0))
 
 
-def stopped(folder: Path) -> None:
+def only_stop(folder: Path) -> None:
     stops(folder)
 
 
@@ -284,12 +289,12 @@ def empty(folder: Path) -> None:
 
 
 SCENES: dict[str, Callable[[Path], None]] = {
-    "one": one,
-    "two": two,
-    "eight": eight,
-    "hundred": hundred,
-    "crashed": crashed,
+    "one": one_run,
+    "two": two_runs,
+    "eight": eight_runs,
+    "hundred": hundred_runs,
+    "crashed": only_crash,
     "crashed_at_once": crashed_at_once,
-    "stopped": stopped,
+    "stopped": only_stop,
     "empty": empty,
 }

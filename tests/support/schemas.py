@@ -40,11 +40,11 @@ def with_texts(node: Any) -> Any:
         return [with_texts(item) for item in node]
     if not isinstance(node, Mapping):
         return node
-    changed = {key: with_texts(value) for key, value in node.items()}
+    schema = {key: with_texts(value) for key, value in node.items()}
     if node.get("type") in ("number", "array") or node.get("$ref") == "#/$defs/Pruner":
-        about = {key: changed.pop(key) for key in ("description", "default") if key in changed}
-        return {"anyOf": [changed, {"type": ["string", "null"]}], **about}
-    return changed
+        about = {key: schema.pop(key) for key in ("description", "default") if key in schema}
+        return {"anyOf": [schema, {"type": ["string", "null"]}], **about}
+    return schema
 
 
 def text_of(schema: Mapping[str, Any]) -> str:

@@ -114,8 +114,8 @@ class Net(nn.Module):
         self.down = nn.Linear(axes.hidden, axes.classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.down(torch.relu(self.up(x)))
-        return found
+        logits: Tensor = self.down(torch.relu(self.up(x)))
+        return logits
 
 
 class Halves(CustomTask[Model, Data]):
@@ -124,9 +124,9 @@ class Halves(CustomTask[Model, Data]):
     unit = "point"
 
     def samples(self) -> Columns:
-        drawn = np.random.default_rng(self.seed)
-        x = drawn.normal(size=(self.data.samples, 2)).astype(np.float32)
-        wrong = drawn.random(self.data.samples) < 0.25
+        rng = np.random.default_rng(self.seed)
+        x = rng.normal(size=(self.data.samples, 2)).astype(np.float32)
+        wrong = rng.random(self.data.samples) < 0.25
         number = np.arange(self.data.samples)
         return {"x": 3 * x, "side": ((x.sum(1) > 0) ^ wrong).astype(np.int64), "number": number}
 
@@ -145,12 +145,12 @@ class Halves(CustomTask[Model, Data]):
         return {"accuracy": right, "doubt": 1 - chances.max(1).values}
 
     def predict(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        said = model(batch["x"])
+        logits = model(batch["x"])
         return {
             "number": batch["number"],
             "side": batch["side"],
-            "side.predicted": said.argmax(1),
-            "chances": said.softmax(1),
+            "side.predicted": logits.argmax(1),
+            "chances": logits.softmax(1),
         }
 
 
@@ -185,14 +185,14 @@ class Whole(Halves):
 
 def graphs() -> Columns:
     """Chains: on which side their nodes are, and how many there are."""
-    drawn = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     samples = []
     for number in range(64):
-        nodes, side = int(drawn.integers(3, 7)), number % 2
+        nodes, side = int(rng.integers(3, 7)), number % 2
         links = np.stack([np.arange(nodes - 1), np.arange(1, nodes)], 1)
         samples.append(
             {
-                "x": drawn.normal(2 * side - 1, 1, (nodes, 1)).astype(np.float32),
+                "x": rng.normal(2 * side - 1, 1, (nodes, 1)).astype(np.float32),
                 "edges": links.astype(np.int64),
                 "side": np.int64(side),
                 "size": np.float32(nodes / 4),
@@ -224,15 +224,15 @@ def evaluations(run_dir: Path, split: str = "val") -> list[Row]:
 def result(run_dir: Path) -> dict[str, Any]:
     """What the final test wrote down, without how long it took and of which checkpoint it is, which differ
     between equal runs."""
-    found: dict[str, Any] = json.loads((run_dir / "test" / "result.json").read_text("utf-8"))
-    assert found.pop("seconds") > 0
-    assert identify(run_dir / "checkpoints" / found["checkpoint"]["name"]) == CheckpointId(
-        **found.pop("checkpoint")
+    content: dict[str, Any] = json.loads((run_dir / "test" / "result.json").read_text("utf-8"))
+    assert content.pop("seconds") > 0
+    assert identify(run_dir / "checkpoints" / content["checkpoint"]["name"]) == CheckpointId(
+        **content.pop("checkpoint")
     )
-    return found
+    return content
 
 
-def pointed(run_dir: Path, pointer: str) -> str:
+def pointer_target(run_dir: Path, pointer: str) -> str:
     """The checkpoint that a pointer names."""
     return (run_dir / "checkpoints" / pointer).read_text("utf-8").strip()
 
@@ -275,36 +275,39 @@ class Tallied:
         return {}
 
 
-def tallied(samples: int, seed: int = 0) -> Columns:
+def tally_columns(samples: int, seed: int = 0) -> Columns:
     """Values and weights; a third weighs nothing, and what it says of itself is no number."""
-    drawn = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     columns = {}
     for number, name in enumerate(Tallied().metrics):
-        values = 10.0**number * drawn.normal(3, 1, samples)
-        weights = drawn.choice([0.0, 0.5, 2.0], samples)
-        values[weights == 0] = drawn.choice([np.nan, np.inf, 7.0])
+        values = 10.0**number * rng.normal(3, 1, samples)
+        weights = rng.choice([0.0, 0.5, 2.0], samples)
+        values[weights == 0] = rng.choice([np.nan, np.inf, 7.0])
         columns[name] = np.stack([values, weights], 1).astype(np.float32)
     return columns
 
 
-def evaluated(world: World, columns: Columns, batch_size: int, unit: int = 1) -> Evaluation:
+def evaluate_columns(world: World, columns: Columns, batch_size: int, unit: int = 1) -> Evaluation:
     """An evaluation of what samples say of themselves."""
-    found = evaluate_source(
+    evaluation = evaluate_source(
         Tallied(cluster=unit),  # type: ignore[arg-type]
         nn.Identity(),
         InMemorySource(columns),
         EvaluationOptions(batch_size, seed=0),
         SyncPoint(world, StopSignal()),
     )
-    assert found is not None
-    return found
+    assert evaluation is not None
+    return evaluation
 
 
 def evaluate_all(folder: str, cases: Sequence[tuple[int, int, int]]) -> int:
     """The body of a rank that evaluates so many samples by so many at once, in units of so many."""
     with join_group(ParallelConfig(), "cpu") as world:
-        told = [repr(evaluated(world, tallied(n), size, unit).metrics) for n, size, unit in cases]
-        Path(folder, f"w{world.size}-{world.rank}").write_text("\n".join(told))
+        lines = [
+            repr(evaluate_columns(world, tally_columns(n), size, unit).metrics)
+            for n, size, unit in cases
+        ]
+        Path(folder, f"w{world.size}-{world.rank}").write_text("\n".join(lines))
     return 0
 
 
@@ -313,16 +316,16 @@ def trainer(run_dir: Path, *overrides: str) -> Iterator[Trainer]:
     """`run.yaml` in this process, as the only rank."""
     run_dir.mkdir()
     text = [*overrides, f"record.run_dir={run_dir / 'run'}"]
-    loaded = load_config(str(run_dir.parent / "run.yaml"), text)
+    loaded_config = load_config(str(run_dir.parent / "run.yaml"), text)
     world = World(0, 0, 1, torch.device("cpu"), "none")
     with closing(Recorder(run_dir / "events.jsonl")) as sink:
-        made = build_trainer(
-            preflight(loaded, 1),
+        tiny_trainer = build_trainer(
+            preflight(loaded_config, 1),
             world,
             RunOutputs(StopSignal(), sink, silent_console(), RankLog(0), RunDir(run_dir)),
         )
-        with closing(made):
-            yield made
+        with closing(tiny_trainer):
+            yield tiny_trainer
 
 
 DISK = [(atomic, name) for name in ("write_synced", "sync_file", "rename", "replace_file")]
@@ -341,38 +344,40 @@ MOMENTS: Mapping[str, Sequence[tuple[Any, str]]] = {
 def struck(argv: Sequence[str], moment: str, number: int, ranks: Sequence[int], how: int) -> int:
     """The command line; to some ranks a signal comes as `moment` comes for the `number`-th time."""
     if int(os.environ.get("RANK", "0")) in ranks:
-        left, decide, save_now = [number], Trainer.decide, save.Saver.save
+        countdown, decide, save_now = [number], Trainer.decide, save.Saver.save
 
         def strike() -> None:
-            left[0] -= 1
-            if left[0] == 0:
+            countdown[0] -= 1
+            if countdown[0] == 0:
                 os.kill(os.getpid(), how)
 
         def before(function: Callable[..., Any]) -> Callable[..., Any]:
-            def called(*arguments: Any, **named: Any) -> Any:
+            def strike_first(*arguments: Any, **options: Any) -> Any:
                 strike()
-                return function(*arguments, **named)
+                return function(*arguments, **options)
 
-            return called
+            return strike_first
 
         def watch() -> None:
             for owner, name in MOMENTS[moment]:
                 setattr(owner, name, before(getattr(owner, name)))
 
-        def decided(self: Trainer) -> Decision | None:
+        def decide_and_strike(self: Trainer) -> Decision | None:
             decision = decide(self)
             if decision is not None and moment == "the decision to stop":
                 strike()
             return decision
 
-        def saved(self: save.Saver, *arguments: Any, must: bool = False, **named: Any) -> None:
+        def save_and_watch(
+            self: save.Saver, *arguments: Any, must: bool = False, **options: Any
+        ) -> None:
             if must and moment == "a piece of the last save":
                 self.finish()
                 watch()
-            save_now(self, *arguments, must=must, **named)
+            save_now(self, *arguments, must=must, **options)
 
-        Trainer.decide = decided  # type: ignore[method-assign]
-        save.Saver.save = saved  # type: ignore[method-assign]
+        Trainer.decide = decide_and_strike  # type: ignore[method-assign]
+        save.Saver.save = save_and_watch  # type: ignore[method-assign]
         if moment != "a piece of the last save":
             watch()
     return main(argv)

@@ -29,9 +29,9 @@ from instar.run.step.evaluate import EvaluationOptions, evaluate_source
 from instar.tasks.task import Measured, Tally
 
 
-def largest_gap(said: NDArray[Any], true: NDArray[Any]) -> float:
+def largest_gap(predictions: NDArray[Any], true: NDArray[Any]) -> float:
     """Depends on the order of the samples."""
-    return float(np.max(np.abs(np.cumsum(said - true))))
+    return float(np.max(np.abs(np.cumsum(predictions - true))))
 
 
 CLASSES = 3
@@ -57,12 +57,12 @@ def metrics() -> dict[str, Any]:
 def inputs(batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
     """Of few samples for `OF_KNOWN`: of none on some ranks."""
     classes, values = (batch["chances"], batch["label"]), (batch["said"], batch["true"])
-    known = batch["known"]
+    mask = batch["known"]
     return {
         **dict.fromkeys(NAMES, values),
         **dict.fromkeys(OF_CLASSES, classes),
-        "known": (batch["said"][known].sigmoid(), (batch["true"][known] > 0).long()),
-        "tail": (batch["said"][known], batch["true"][known]),
+        "known": (batch["said"][mask].sigmoid(), (batch["true"][mask] > 0).long()),
+        "tail": (batch["said"][mask], batch["true"][mask]),
     }
 
 
@@ -90,38 +90,38 @@ def columns(samples: int, nan: bool = False) -> Columns:
     Args:
         nan: whether the last prediction is NaN.
     """
-    drawn = np.random.default_rng(samples)
-    true = drawn.normal(0.5, 3, samples).astype(np.float32)
-    chances = drawn.dirichlet([1] * CLASSES, samples).astype(np.float32)
-    said = true + drawn.normal(0, 1, samples).astype(np.float32)
+    rng = np.random.default_rng(samples)
+    true = rng.normal(0.5, 3, samples).astype(np.float32)
+    chances = rng.dirichlet([1] * CLASSES, samples).astype(np.float32)
+    predictions = true + rng.normal(0, 1, samples).astype(np.float32)
     if nan:
-        chances[-1] = said[-1] = np.nan
+        chances[-1] = predictions[-1] = np.nan
     return {
         "chances": chances,
-        "label": drawn.integers(CLASSES, size=samples),
+        "label": rng.integers(CLASSES, size=samples),
         "true": true,
-        "said": said,
+        "said": predictions,
         "known": np.arange(samples) >= max(samples - 5, 5),
     }
 
 
 def score(world: World, samples: int, batch_size: int, nan: bool = False) -> dict[str, float]:
-    found = evaluate_source(
+    evaluation = evaluate_source(
         Scored(),  # type: ignore[arg-type]
         nn.Identity(),
         InMemorySource(columns(samples, nan)),
         EvaluationOptions(batch_size, seed=0),
         SyncPoint(world, StopSignal()),
     )
-    assert found is not None
-    return found.values()
+    assert evaluation is not None
+    return evaluation.values()
 
 
 def score_all(folder: str, cases: Sequence[tuple[int, int, bool]]) -> int:
     """The body of a rank."""
     with join_group(ParallelConfig(), "cpu") as world:
-        told = [score(world, *case) for case in cases]
-        Path(folder, f"w{world.size}-{world.rank}").write_text(json.dumps(told))
+        scores = [score(world, *case) for case in cases]
+        Path(folder, f"w{world.size}-{world.rank}").write_text(json.dumps(scores))
     return 0
 
 
@@ -136,8 +136,8 @@ class Once(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         Once.runs += 1
-        found: Tensor = self.down(self.up(x).relu())
-        return found
+        logits: Tensor = self.down(self.up(x).relu())
+        return logits
 
 
 def doubts(chances: NDArray[Any]) -> float:
@@ -223,14 +223,14 @@ class Collected(Outputs):
         return super().metrics() | {"auroc": MetricCollection([BinaryAUROC()])}
 
 
-def many(chances: NDArray[Any]) -> float:
+def fail_on_many(chances: NDArray[Any]) -> float:
     """Fails for more samples than one batch has."""
     return 1 / max(0, 9 - len(chances))
 
 
 class FailsOnAll(Outputs):
     def metrics(self) -> dict[str, Any]:
-        return super().metrics() | {"doubt": many}
+        return super().metrics() | {"doubt": fail_on_many}
 
 
 class FailsOnLastRank(Outputs):

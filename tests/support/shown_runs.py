@@ -57,21 +57,26 @@ def write(path: Path, lines: Sequence[tuple[Event, int]], config: str = "name: t
 
 def steps(first: int, last: int, segment: int = 1, lift: float = 0.0) -> list[tuple[Event, int]]:
     """A train line for each step, and an evaluation at each tenth."""
-    found: list[tuple[Event, int]] = []
+    lines: list[tuple[Event, int]] = []
     for step in range(first, last + 1):
-        here = place(step, segment)
+        position = place(step, segment)
         loss = 2 + 4 / (1 + step / 10) + lift
-        found.append(
-            (Train(loss=loss, grad_norm=1.0 + lift, lr=1e-3, memory_bytes=1 << 28, **here), segment)
+        lines.append(
+            (
+                Train(loss=loss, grad_norm=1.0 + lift, lr=1e-3, memory_bytes=1 << 28, **position),
+                segment,
+            )
         )
         if step % 10 == 0:
-            found.append(
-                (Eval(split="val", loss=loss + 0.125, standard_error=0.01, **here), segment)
+            lines.append(
+                (Eval(split="val", loss=loss + 0.125, standard_error=0.01, **position), segment)
             )
-    return found
+    return lines
 
 
-def started(segment: int = 1, step: int = 0, architecture: dict[str, Any] | None = None) -> Event:
+def start_event(
+    segment: int = 1, step: int = 0, architecture: dict[str, Any] | None = None
+) -> Event:
     return RunStarted(
         run_id="told",
         step=step,
@@ -85,7 +90,7 @@ def started(segment: int = 1, step: int = 0, architecture: dict[str, Any] | None
     )
 
 
-def widened(step: int) -> OperationEvent:
+def widen_event(step: int) -> OperationEvent:
     return OperationEvent(
         name="widen_mlp",
         value=96,
@@ -112,9 +117,9 @@ def told_run(path: Path) -> RunDir:
     return write(
         path,
         [
-            (started(), 1),
+            (start_event(), 1),
             *steps(1, 20),
-            (widened(20), 1),
+            (widen_event(20), 1),
             (
                 Saved(
                     path=str(path / "checkpoints/step-20"),
@@ -135,7 +140,7 @@ def told_run(path: Path) -> RunDir:
             *steps(31, 35, lift=1.0),
             (Alert(name="divergence", message="loss 3.9 is far above 2.8", **place(35)), 1),
             (Failed(message="CUDA out of memory", rank=0, step=35), 1),
-            (started(2, 30, LARGE), 2),
+            (start_event(2, 30, LARGE), 2),
             *steps(31, 40, 2),
             (
                 Layers(

@@ -56,8 +56,8 @@ def cluster() -> Iterator[dict[str, str]]:
         text = CONFIG.format(host=host, folder=folder, user=getpass.getuser(), ports=_free_ports())
         (folder / "slurm.conf").write_text(text)
         env = {"SLURM_CONF": str(folder / "slurm.conf")}
-        own = {"key-file": "key", "socket": "socket", "pid-file": "pid"}
-        files = [f"--{option}={folder}/munge.{file}" for option, file in own.items()]
+        options = {"key-file": "key", "socket": "socket", "pid-file": "pid"}
+        files = [f"--{option}={folder}/munge.{file}" for option, file in options.items()]
         files += [f"--log-file={folder}/munge.log", f"--seed-file={folder}/munge.seed"]
         commands = [
             ["/usr/sbin/munged", "--foreground", "--force", *files],
@@ -94,8 +94,8 @@ def _wait(condition, folder: Path) -> None:  # type: ignore[no-untyped-def]
 
 
 def _free_ports() -> list[int]:
-    with ExitStack() as bound:
-        sockets = [bound.enter_context(socket.socket()) for _ in range(2)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(2)]
+        for listener in sockets:
+            listener.bind(("127.0.0.1", 0))
+        return [listener.getsockname()[1] for listener in sockets]

@@ -42,11 +42,11 @@ def send(line: socket.socket, request: Mapping[str, Any], files: Sequence[int]) 
 def receive(line: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     """What `send` sent; None where nobody will send any more."""
     size = array.array("i").itemsize
-    first, sent, _, _ = line.recvmsg(8, socket.CMSG_LEN(64 * size))
+    first, ancillary, _, _ = line.recvmsg(8, socket.CMSG_LEN(64 * size))
     if not first:
         return None
     files = array.array("i")
-    for _, _, data in sent:
+    for _, _, data in ancillary:
         files.frombytes(data[: len(data) - len(data) % size])
     length, text = int.from_bytes(first, "little"), b""
     while len(text) < length:
@@ -63,13 +63,13 @@ def fork_interpreters() -> None:
         _serve(other, caller)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     other.close()
-    execute, one = subprocess.Popen._execute_child, threading.Lock()  # type: ignore[attr-defined]
-    named = inspect.signature(execute)
+    execute, lock = subprocess.Popen._execute_child, threading.Lock()  # type: ignore[attr-defined]
+    signature = inspect.signature(execute)
 
     def fork(
         words: Sequence[str],
         files: Sequence[int],
-        kept: Sequence[int],
+        pass_fds: Sequence[int],
         place: str | os.PathLike[str] | None = None,
         environment: Mapping[str, str] | None = None,
         session: bool = False,
@@ -78,63 +78,63 @@ def fork_interpreters() -> None:
             "words": words,
             "place": os.fspath(place or Path.cwd()),
             "environment": dict(os.environ if environment is None else environment),
-            "kept": kept,
+            "kept": pass_fds,
             "session": session,
             "blocked": sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))),
         }
-        with one:
+        with lock:
             _take_over_orphans(True)
-            send(line, request, [*files, *kept])
+            send(line, request, [*files, *pass_fds])
             pid = int(line.recv(32))
             _take_over_orphans(False)
         return pid
 
-    def forked(self: Any, *given: Any) -> None:
-        asked = named.bind(self, *given).arguments
-        if not (words := _words(asked)):
-            execute(self, *given)
+    def execute_by_fork(self: Any, *arguments: Any) -> None:
+        options = signature.bind(self, *arguments).arguments
+        if not (words := _words(options)):
+            execute(self, *arguments)
             return
-        streams = [asked["p2cread"], asked["c2pwrite"], asked["errwrite"]]
+        streams = [options["p2cread"], options["c2pwrite"], options["errwrite"]]
         files = [number if file < 0 else file for number, file in enumerate(streams)]
         self.pid = fork(
             words,
             files,
-            sorted(asked["pass_fds"]),
-            asked["cwd"],
-            asked["env"],
-            asked["start_new_session"],
+            sorted(options["pass_fds"]),
+            options["cwd"],
+            options["env"],
+            options["start_new_session"],
         )
         self._child_created = True
-        self._close_pipe_fds(*(asked[name] for name in PIPES))
+        self._close_pipe_fds(*(options[name] for name in PIPES))
 
     spawn = multiprocessing.util.spawnv_passfds
 
-    def spawned(path: bytes, given: Sequence[Any], kept: Sequence[int]) -> int:
-        words = given[given.index("-c") :]
+    def spawn_by_fork(path: bytes, arguments: Sequence[Any], pass_fds: Sequence[int]) -> int:
+        words = arguments[arguments.index("-c") :]
         if "resource_tracker" in words[1]:  # imports nothing
-            return spawn(path, given, kept)
-        return fork(words, [0, 1, 2], sorted(map(int, kept)))
+            return spawn(path, arguments, pass_fds)
+        return fork(words, [0, 1, 2], sorted(map(int, pass_fds)))
 
-    subprocess.Popen._execute_child = forked  # type: ignore[attr-defined]
-    multiprocessing.util.spawnv_passfds = spawned
+    subprocess.Popen._execute_child = execute_by_fork  # type: ignore[attr-defined]
+    multiprocessing.util.spawnv_passfds = spawn_by_fork
 
 
 PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 
 
-def _words(asked: Mapping[str, Any]) -> list[str]:
+def _words(options: Mapping[str, Any]) -> list[str]:
     """What is behind `python` in a command to be forked; empty for any other."""
     if (
-        isinstance(asked["args"], str | bytes | os.PathLike)
-        or asked["shell"]
-        or asked["preexec_fn"]
+        isinstance(options["args"], str | bytes | os.PathLike)
+        or options["shell"]
+        or options["preexec_fn"]
     ):
         return []
-    called, *words = map(os.fspath, asked["args"])
-    if called == str(Path(sys.executable).with_name("instar")):
+    program, *words = map(os.fspath, options["args"])
+    if program == str(Path(sys.executable).with_name("instar")):
         return ["-m", "instar.cli.main", *words]
     first = next((word for word in words if word != "-u"), "-")
-    is_forked = called == sys.executable and (first == "-m" or not first.startswith("-"))
+    is_forked = program == sys.executable and (first == "-m" or not first.startswith("-"))
     return words if is_forked else []
 
 
@@ -145,12 +145,12 @@ def _take_over_orphans(take: bool) -> None:
 
 def _serve(line: socket.socket, caller: int) -> None:
     """Be the spare process, until its caller has ended. All signals are blocked."""
-    nothing = os.open(os.devnull, os.O_RDWR)
+    null = os.open(os.devnull, os.O_RDWR)
     for number in range(3):
-        os.dup2(nothing, number)
+        os.dup2(null, number)
     _close_all_but(line.fileno())
-    while (asked := receive(line)) is not None:
-        request, files = asked
+    while (message := receive(line)) is not None:
+        request, files = message
         middle = os.fork()
         if middle == 0:
             if os.fork() == 0:
@@ -189,16 +189,16 @@ def _become(
 def put(files: Sequence[int], numbers: Sequence[int]) -> None:
     """Give open files these numbers, and close all others."""
     free = max([*files, *numbers]) + 1
-    aside = list(range(free, free + len(files)))
-    for file, number in zip(files, aside, strict=True):
+    spare_numbers = list(range(free, free + len(files)))
+    for file, number in zip(files, spare_numbers, strict=True):
         os.dup2(file, number)
-    for file, number in zip(aside, numbers, strict=True):
+    for file, number in zip(spare_numbers, numbers, strict=True):
         os.dup2(file, number)
     _close_all_but(*numbers)
 
 
-def _close_all_but(*kept: int) -> None:
+def _close_all_but(*numbers: int) -> None:
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
-        if int(name) > 2 and int(name) not in kept:
+        if int(name) > 2 and int(name) not in numbers:
             with suppress(OSError):
                 os.close(int(name))

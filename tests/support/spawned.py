@@ -16,7 +16,7 @@ def work(rank: int, world_size: int, port: int, overrides: list[str]) -> None:
     train("tiny.yaml", overrides, rank=rank, world_size=world_size, port=port)
 
 
-def forked(port: int, overrides: list[str]) -> None:
+def fork_ranks(port: int, overrides: list[str]) -> None:
     try:
         mp.start_processes(work, args=(2, port, overrides), nprocs=2, start_method="fork")
     finally:

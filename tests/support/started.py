@@ -19,7 +19,7 @@ class Started:
     """A running command whose stderr is read as it comes."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        self.said = ""
+        self.stderr = ""
         self.process = subprocess.Popen(
             command,
             stderr=subprocess.PIPE,
@@ -33,10 +33,10 @@ class Started:
         """Read until a line matches; fail if the output ends before."""
         assert self.process.stderr is not None
         for line in self.process.stderr:
-            self.said += line
+            self.stderr += line
             if re.search(pattern, line):
                 return
-        raise AssertionError(f"ended without {pattern!r}:\n{self.said}")
+        raise AssertionError(f"ended without {pattern!r}:\n{self.stderr}")
 
     def interrupt(self) -> None:
         """What a terminal does at Ctrl-C: SIGINT to the whole foreground group."""
@@ -49,13 +49,13 @@ class Started:
     def finish(self, code: int) -> str:
         """Wait for the end, which must be with this code; all of stderr."""
         try:
-            _, rest = self.process.communicate(timeout=LIMIT_S)
+            _, tail = self.process.communicate(timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             raise
-        self.said += rest
-        assert self.process.returncode == code, self.said
-        return self.said
+        self.stderr += tail
+        assert self.process.returncode == code, self.stderr
+        return self.stderr
 
 
 def start_instar(

@@ -62,8 +62,8 @@ class Net(nn.Module):
         self.up, self.middle, self.down = nn.Linear(3, hidden), middle, nn.Linear(hidden, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.down(torch.tanh(self.middle(self.up(x))))
-        return found.squeeze(1)
+        output: Tensor = self.down(torch.tanh(self.middle(self.up(x))))
+        return output.squeeze(1)
 
 
 class Cast(Net):
@@ -71,8 +71,8 @@ class Cast(Net):
 
     def forward(self, x: Tensor) -> Tensor:
         inner = torch.tanh(self.middle(self.up(x.to(self.up.weight.dtype))))
-        found: Tensor = self.down(inner.to(self.down.weight.dtype))
-        return found.squeeze(1)
+        output: Tensor = self.down(inner.to(self.down.weight.dtype))
+        return output.squeeze(1)
 
 
 class Running(nn.Module):
@@ -114,8 +114,8 @@ class Tied(nn.Module):
         self.b.weight = self.a.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.b(torch.tanh(self.a(x)))
-        return found
+        output: Tensor = self.b(torch.tanh(self.a(x)))
+        return output
 
 
 class Blocks(Net):
@@ -126,18 +126,18 @@ class Blocks(Net):
         block = nn.ModuleDict(
             {"a": nn.Linear(hidden, hidden), "conv": nn.Conv2d(hidden, hidden, 3, padding=1)}
         )
-        for each in (block["a"], block["conv"], self.up, self.down):
-            each.weight = nn.Parameter(lay(each.weight.detach()))
+        for layer in (block["a"], block["conv"], self.up, self.down):
+            layer.weight = nn.Parameter(lay(layer.weight.detach()))
         self.blocks = nn.ModuleList([block])
 
     def forward(self, x: Tensor) -> Tensor:
         inner = torch.tanh(self.blocks[0]["a"](self.up(x)))
         image = inner[:, :, None, None].expand(-1, -1, 2, 3)
-        found: Tensor = self.down(torch.tanh(self.blocks[0]["conv"](image).mean((2, 3))))
-        return found.squeeze(1)
+        output: Tensor = self.down(torch.tanh(self.blocks[0]["conv"](image).mean((2, 3))))
+        return output.squeeze(1)
 
 
-def _transposed(value: Tensor) -> Tensor:
+def _transpose(value: Tensor) -> Tensor:
     return value.mT.contiguous().mT
 
 
@@ -154,8 +154,8 @@ class Alternating(Net):
 
     def __init__(self, hidden: int) -> None:
         super().__init__(hidden, nn.Identity())
-        both = torch.randn(hidden, 2 * hidden) / hidden
-        self.blocks = nn.ParameterList([both[:, ::2], both[:, 1::2]])
+        weight = torch.randn(hidden, 2 * hidden) / hidden
+        self.blocks = nn.ParameterList([weight[:, ::2], weight[:, 1::2]])
         self.nothing = nn.Parameter(torch.empty(0, hidden))
         self.scale = nn.Parameter(torch.tensor(1.0))
 
@@ -164,8 +164,8 @@ class Alternating(Net):
         inner = torch.cat(
             [torch.tanh(inner @ self.blocks[0]) @ self.blocks[1], inner @ self.nothing.T], 1
         )
-        found: Tensor = self.down(inner)
-        return found.squeeze(1)
+        output: Tensor = self.down(inner)
+        return output.squeeze(1)
 
 
 class Noisy(Net):
@@ -213,7 +213,7 @@ def _still_norm(hidden: int) -> nn.Module:
     return Net(hidden, norm.requires_grad_(False).eval())
 
 
-def _mixed(hidden: int) -> nn.Module:
+def _mixed_net(hidden: int) -> nn.Module:
     net = Cast(hidden, nn.BatchNorm1d(hidden))
     net.down.double()
     return net
@@ -230,7 +230,7 @@ def _weight_norm(hidden: int) -> nn.Module:
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda value: value,
     "channels last": _channels_last,
-    "transposed": _transposed,
+    "transposed": _transpose,
     "with gaps": _with_gaps,
 }
 """how the weights of `Blocks` lie in memory"""
@@ -248,7 +248,7 @@ KINDS: dict[str, Callable[[int], nn.Module]] = {
     "bfloat16": lambda hidden: Cast(hidden, nn.Identity()).bfloat16(),
     **{name: (lambda hidden, lay=lay: Blocks(hidden, lay)) for name, lay in LAYOUTS.items()},
     "filled later": lambda hidden: Net(hidden, FilledLater()),
-    "mixed": _mixed,
+    "mixed": _mixed_net,
     "spectral norm": _spectral,
     "weight norm": _weight_norm,
     "alternating": Alternating,
@@ -292,13 +292,13 @@ class States(CustomTask[Model, SamplesConfig]):
     Model = Model
 
     def samples(self) -> Columns:
-        drawn = np.random.default_rng(0)
-        x = drawn.normal(size=(75, 3)).astype(np.float32)
+        rng = np.random.default_rng(0)
+        x = rng.normal(size=(75, 3)).astype(np.float32)
         return {"x": x, "y": np.sin(x.sum(1)).astype(np.float32)}
 
     def shape(self) -> Axes | None:
-        named = self.model.kind in GROWING
-        return Axes(self.model.kind, self.model.hidden) if named else None
+        has_axes = self.model.kind in GROWING
+        return Axes(self.model.kind, self.model.hidden) if has_axes else None
 
     def module(self, shape: Any) -> nn.Module:
         kind, hidden = self.model.kind, getattr(shape, "hidden", self.model.hidden)

@@ -32,23 +32,23 @@ class _Numbered:
         return {**self._source.read(indices, epoch), "number": indices.copy()}
 
 
-def told(argv: Sequence[str]) -> int:
+def report_samples(argv: Sequence[str]) -> int:
     """`instar ARGV`; each step is a line of JSON on the terminal that this rank was started on."""
     train_samples, take = LanguageTask.train_samples, Prefetcher.take
     terminal = os.dup(1)
 
-    def numbered(self: LanguageTask, course: int = 0) -> tuple[Source, Order]:
+    def number_samples(self: LanguageTask, course: int = 0) -> tuple[Source, Order]:
         source, order = train_samples(self, course)
         return _Numbered(source), order
 
-    def telling(self: Prefetcher, cursor: int, *arguments: Any, **named: Any) -> StepBatch:
-        batch = take(self, cursor, *arguments, **named)
+    def telling(self: Prefetcher, cursor: int, *arguments: Any, **options: Any) -> StepBatch:
+        batch = take(self, cursor, *arguments, **options)
         handed_out = [micro for micro in batch.micro_batches if micro.samples]
         numbers = [int(n) for micro in handed_out for n in micro.arrays["number"]]
         line = {"epoch": batch.plan.epoch, "start": batch.plan.start, "samples": numbers}
         os.write(terminal, json.dumps(line).encode() + b"\n")
         return batch
 
-    LanguageTask.train_samples = numbered  # type: ignore[method-assign]
+    LanguageTask.train_samples = number_samples  # type: ignore[method-assign]
     Prefetcher.take = telling  # type: ignore[method-assign]
     return main(argv)

@@ -40,21 +40,24 @@ class Shown(NamedTuple):
 def environment(**changes: str) -> dict[str, str]:
     """This process's, without what changes how text is shown, and with `changes`."""
     without = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "LC_ALL", "LANG", "PYTHONIOENCODING")
-    kept = {key: value for key, value in os.environ.items() if key not in without}
-    return kept | {"OMP_NUM_THREADS": "1", "TERM": "xterm-256color", "LANG": "C.UTF-8"} | changes
+    variables = {key: value for key, value in os.environ.items() if key not in without}
+    return (
+        variables | {"OMP_NUM_THREADS": "1", "TERM": "xterm-256color", "LANG": "C.UTF-8"} | changes
+    )
 
 
 def into_pipes(
     place: Path, lines: Sequence[Sequence[str]], env: Mapping[str, str], python: str | Path
 ) -> list[Shown]:
-    done = subprocess.run(
+    result = subprocess.run(
         _shell(place, lines, python), cwd=place, env=env, capture_output=True, timeout=LIMIT_S, check=True,
         stdin=subprocess.DEVNULL,
     )  # fmt: skip
-    out, err = (_SAID.findall(stream.decode()) for stream in (done.stdout, done.stderr))
-    assert len(out) == len(err) == len(lines), done.stderr.decode()
+    out, err = (_SAID.findall(stream.decode()) for stream in (result.stdout, result.stderr))
+    assert len(out) == len(err) == len(lines), result.stderr.decode()
     return [
-        Shown(int(code), said, told) for (_, said, code), (_, told, _) in zip(out, err, strict=True)
+        Shown(int(code), stdout, stderr)
+        for (_, stdout, code), (_, stderr, _) in zip(out, err, strict=True)
     ]
 
 
@@ -65,10 +68,10 @@ def on_terminal(
     python: str | Path,
     columns: int,
 ) -> list[Shown]:
-    code, said = run_on_terminal(_shell(place, lines, python), place, env, columns)
-    found = _SAID.findall(said)
-    assert (code, len(found)) == (0, len(lines)), said
-    return [Shown(int(code), out.replace("\r\n", "\n")) for _, out, code in found]
+    code, output = run_on_terminal(_shell(place, lines, python), place, env, columns)
+    matches = _SAID.findall(output)
+    assert (code, len(matches)) == (0, len(lines)), output
+    return [Shown(int(code), out.replace("\r\n", "\n")) for _, out, code in matches]
 
 
 def run_on_terminal(
@@ -83,35 +86,35 @@ def run_on_terminal(
     `react` is shown everything seen so far whenever there is more, and gives what is typed then;
     with HANG_UP the terminal is closed.
     """
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    parent_fd, child_fd = pty.openpty()
+    fcntl.ioctl(child_fd, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
 
-    def own() -> None:
+    def take_terminal() -> None:
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
     with subprocess.Popen(
-        argv, cwd=place, env=env, stdin=theirs, stdout=theirs, stderr=theirs,
-        start_new_session=True, preexec_fn=own,
+        argv, cwd=place, env=env, stdin=child_fd, stdout=child_fd, stderr=child_fd,
+        start_new_session=True, preexec_fn=take_terminal,
     ) as process:  # fmt: skip
-        os.close(theirs)
-        seen = b""
+        os.close(child_fd)
+        output = b""
         with suppress(OSError):  # what reading says when nobody has the terminal open any more
-            while chunk := os.read(ours, 1 << 16):
-                seen += chunk
-                typed = react(seen.decode(errors="replace"))
-                if typed is HANG_UP:
+            while chunk := os.read(parent_fd, 1 << 16):
+                output += chunk
+                keys = react(output.decode(errors="replace"))
+                if keys is HANG_UP:
                     break
-                if typed:
-                    os.write(ours, typed)
-        os.close(ours)
+                if keys:
+                    os.write(parent_fd, keys)
+        os.close(parent_fd)
         code = process.wait(LIMIT_S)
-    return code, seen.decode()
+    return code, output.decode()
 
 
 def _shell(place: Path, lines: Sequence[Sequence[str]], python: str | Path) -> list[str | Path]:
-    typed = place / "typed.json"
-    typed.write_text(json.dumps([list(line) for line in lines]))
-    return [python, __file__, typed]
+    commands_file = place / "typed.json"
+    commands_file.write_text(json.dumps([list(line) for line in lines]))
+    return [python, __file__, commands_file]
 
 
 def _type(lines: Sequence[Sequence[str]]) -> None:

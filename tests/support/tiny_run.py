@@ -61,7 +61,7 @@ def codes(children: Sequence[Child]) -> list[int]:
     return [child.finish() for child in children]
 
 
-def said(children: Sequence[Child]) -> str:
+def output_of(children: Sequence[Child]) -> str:
     """All that they said, for a message of what went wrong."""
     return "\n".join(child.output() for child in children)
 
@@ -85,13 +85,13 @@ def events(run_dir: Path, kind: str = "") -> list[dict[str, Any]]:
 
 def course(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     """The events of one kind without those that a resume from an earlier step has undone."""
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for event in events(run_dir):
         if event["kind"] == "run_started":
-            found = [earlier for earlier in found if earlier["step"] <= event["step"]]
+            rows = [earlier for earlier in rows if earlier["step"] <= event["step"]]
         elif event["kind"] == kind:
-            found.append(event)
-    return found
+            rows.append(event)
+    return rows
 
 
 def fingerprint(run_dir: Path, steps: int) -> str:
@@ -111,7 +111,7 @@ def fingerprint(run_dir: Path, steps: int) -> str:
     return digest.hexdigest()
 
 
-def acknowledged(run_dir: Path) -> int:
+def acknowledged_step(run_dir: Path) -> int:
     """The step of the last save that the run said was made; 0: none."""
     return max((int(event["step"]) for event in events(run_dir, "checkpoint")), default=0)
 
@@ -128,16 +128,16 @@ def start(place: Place, run_dir: Path, way: Way) -> list[Child]:
 def weights_of_undisturbed(place: Place, way: Way) -> dict[str, bytes]:
     run_dir = place.path / "whole"
     ranks = start(place, run_dir, way)
-    assert set(codes(ranks)) == {0}, said(ranks)
-    found = weights(run_dir)
-    assert {re.split("[./]", name)[0] for name in found} == {"model", "optimizer", "ema"}
+    assert set(codes(ranks)) == {0}, output_of(ranks)
+    tensors = weights(run_dir)
+    assert {re.split("[./]", name)[0] for name in tensors} == {"model", "optimizer", "ema"}
     shutil.rmtree(run_dir)
-    return found
+    return tensors
 
 
 def go_on(place: Place, run_dir: Path, way: Way) -> list[Child]:
     """Resume; a run of which nothing was saved yet is started again."""
-    if acknowledged(run_dir):
+    if acknowledged_step(run_dir):
         return place.resume(run_dir, ranks=way[0])
     shutil.rmtree(run_dir, ignore_errors=True)
     return start(place, run_dir, way)

@@ -57,8 +57,8 @@ def config_in(corpus: Path) -> Callable[..., Loaded]:
     """config_in(folder, *overrides): a tiny run's config under `key=value` texts, for runs in a folder;
     its data set is there."""
 
-    def loaded(folder: Path, *overrides: str) -> Loaded:
-        found = load_config(
+    def load(folder: Path, *overrides: str) -> Loaded:
+        loaded_config = load_config(
             None,
             [
                 *TINY,
@@ -68,10 +68,10 @@ def config_in(corpus: Path) -> Callable[..., Loaded]:
                 *overrides,
             ],
         )
-        prepare_run_data(found, 1, lambda _: None)
-        return found
+        prepare_run_data(loaded_config, 1, lambda _: None)
+        return loaded_config
 
-    return loaded
+    return load
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def trainer(
             run_dir.path.mkdir()
             sink = Recorder(tmp_path / f"{name}.jsonl")
             stack.callback(sink.close)
-            made = build_trainer(
+            tiny_trainer = build_trainer(
                 prepared(*overrides),
                 world,
                 RunOutputs(
@@ -113,8 +113,8 @@ def trainer(
                     run_dir,
                 ),
             )
-            stack.callback(made.close)
-            return made
+            stack.callback(tiny_trainer.close)
+            return tiny_trainer
 
         yield make
     torch.set_num_threads(threads)

@@ -125,7 +125,7 @@ LAYOUTS = {
 def write_tokenizer(kind: str, folder: Path) -> Tokenizer:
     """A folder with the files of a tokenizer and a chat template; returns the tokenizer."""
     layout = LAYOUTS[kind]
-    tokenizer = _made(layout)
+    tokenizer = _build_tokenizer(layout)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config: dict[str, Any] = {"tokenizer_class": layout.tokenizer_class, "eos_token": layout.eos}
@@ -166,7 +166,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content))
 
 
-def _made(layout: Layout) -> Tokenizer:
+def _build_tokenizer(layout: Layout) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     by_pieces = layout.style in ("llama2", "gemma")
     first = list(layout.special) + [f"<0x{byte:02X}>" for byte in range(256)] * by_pieces
@@ -215,6 +215,6 @@ def _made(layout: Layout) -> Tokenizer:
             pair=f"{layout.bos} $A {layout.bos} $B",
             special_tokens=[(layout.bos, tokenizer.token_to_id(layout.bos))],
         )
-        kept = tokenizer.post_processor
-        tokenizer.post_processor = processors.Sequence([kept, around]) if kept else around
+        processor = tokenizer.post_processor
+        tokenizer.post_processor = processors.Sequence([processor, around]) if processor else around
     return tokenizer

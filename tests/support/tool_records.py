@@ -143,11 +143,11 @@ def tensorboard(folder: Path) -> Written:
     ).Reload()
     names = {"Loss/train": "loss", "Loss/val": "val/loss", "Accuracy/val": "val/Accuracy"}
     curves: Curves = {
-        name: [[each.step, each.value] for each in events.Scalars(tag)]
+        name: [[point.step, point.value] for point in events.Scalars(tag)]
         for tag, name in names.items()
     }
     curves["grad_norm"] = [
-        [each.step, each.tensor_proto.float_val[0]] for each in events.Tensors("grad_norm")
+        [point.step, point.tensor_proto.float_val[0]] for point in events.Tensors("grad_norm")
     ]
     return Written(folder / "boards", curves)
 
@@ -254,12 +254,12 @@ TOOLS: Mapping[str, Callable[[Path], Written]] = {
 }
 
 
-def written(tool: str, folder: Path) -> Written:
+def write_record(tool: str, folder: Path) -> Written:
     """Let a tool write a record into a folder, in a process that has imported most of what it needs."""
     from forks import forks  # not in that process
 
     nowhere = {"HTTP_PROXY": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9"}
-    done = subprocess.run(
+    result = subprocess.run(
         [str(forks().python), __file__, tool, str(folder)],
         capture_output=True,
         text=True,
@@ -267,9 +267,9 @@ def written(tool: str, folder: Path) -> Written:
         timeout=150,
         env=os.environ | nowhere,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    said = json.loads(done.stdout.splitlines()[-1])
-    return Written(Path(said["path"]), said["curves"])
+    assert result.returncode == 0, result.stdout + result.stderr
+    answer = json.loads(result.stdout.splitlines()[-1])
+    return Written(Path(answer["path"]), answer["curves"])
 
 
 if __name__ == "__main__":

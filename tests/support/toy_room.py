@@ -61,9 +61,9 @@ class Room:
 
     @classmethod
     def from_json(cls, text: str) -> Room:
-        said = json.loads(text)
-        mishap = Mishap(**said.pop("mishap"))
-        return cls(**said | {"folder": Path(said["folder"]), "mishap": mishap})
+        fields = json.loads(text)
+        mishap = Mishap(**fields.pop("mishap"))
+        return cls(**fields | {"folder": Path(fields["folder"]), "mishap": mishap})
 
     def launch(self, max_restarts: int = 0) -> Ranks:
         """Under Instar's launcher."""
@@ -75,9 +75,11 @@ class Room:
         command += [f"--nproc-per-node={self.size}", f"--max-restarts={max_restarts}"]
         return Ranks(self, [[*command, __file__, self.to_json()]])
 
-    def alone(self) -> Ranks:
+    def without_launcher(self) -> Ranks:
         """As `srun` would: no launcher, and rank 0 serves the store."""
-        return Ranks(self, [[forks().python, __file__, self.to_json()]] * self.size, own=True)
+        return Ranks(
+            self, [[forks().python, __file__, self.to_json()]] * self.size, with_ranks=True
+        )
 
     def log(self, rank: int) -> str:
         return (self.folder / "logs" / f"rank_{rank}.log").read_text(encoding="utf-8")
@@ -85,7 +87,7 @@ class Room:
     def pid(self, rank: int) -> int:
         return int((self.folder / f"pid-{rank}").read_text())
 
-    def happened(self) -> float:
+    def mishap_time(self) -> float:
         """When the mishap came, in seconds since the epoch."""
         return float((self.folder / "happened").read_text())
 
@@ -93,23 +95,27 @@ class Room:
 class Ranks:
     """A room's processes under way; leave the `with` and none is left."""
 
-    def __init__(self, room: Room, commands: Sequence[Sequence[str]], *, own: bool = False) -> None:
+    def __init__(
+        self, room: Room, commands: Sequence[Sequence[str]], *, with_ranks: bool = False
+    ) -> None:
         self.room = room
         room.folder.mkdir(parents=True, exist_ok=True)
         port = str(_free_port())
         self.processes = []
         for rank, command in enumerate(commands):
-            place = {"RANK": str(rank), "WORLD_SIZE": str(room.size)} if own else {}
-            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} if own else {}
-            kept = {k: v for k, v in os.environ.items() if not k.startswith(("INSTAR", "TORCHEL"))}
-            with (room.folder / f"said-{rank}").open("wb") as said:
+            place = {"RANK": str(rank), "WORLD_SIZE": str(room.size)} if with_ranks else {}
+            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} if with_ranks else {}
+            environment = {
+                k: v for k, v in os.environ.items() if not k.startswith(("INSTAR", "TORCHEL"))
+            }
+            with (room.folder / f"said-{rank}").open("wb") as output:
                 self.processes.append(
                     subprocess.Popen(
                         command,
-                        stdout=said,
-                        stderr=said,
+                        stdout=output,
+                        stderr=output,
                         start_new_session=True,
-                        env=kept | {"OMP_NUM_THREADS": "1"} | place,
+                        env=environment | {"OMP_NUM_THREADS": "1"} | place,
                     )
                 )
 
@@ -124,7 +130,7 @@ class Ranks:
             if is_running(pid):
                 os.kill(pid, signal.SIGKILL)
 
-    def said(self) -> str:
+    def output(self) -> str:
         files = sorted(self.room.folder.glob("said-*"))
         return "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
 
@@ -140,8 +146,8 @@ class Ranks:
     def _wait_until(self, true: Callable[[], bool]) -> None:
         deadline = time.monotonic() + LIMIT_S
         while not true():
-            assert time.monotonic() < deadline, self.said()
-            assert any(map(is_running, self.pids())), self.said()
+            assert time.monotonic() < deadline, self.output()
+            assert any(map(is_running, self.pids())), self.output()
             time.sleep(0.005)
 
     def pids(self) -> list[int]:
@@ -149,26 +155,26 @@ class Ranks:
         ranks = [int(file.read_text()) for file in self.room.folder.glob("pid-*")]
         return [process.pid for process in self.processes] + ranks
 
-    def ended(self, limit_s: float = LIMIT_S) -> list[int]:
+    def exit_codes(self, limit_s: float = LIMIT_S) -> list[int]:
         """Wait for the end of all that was started here; their exit codes."""
         deadline = time.monotonic() + limit_s
         for process in self.processes:
             try:
                 process.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                raise AssertionError(f"never ended:\n{self.said()}") from None
+                raise AssertionError(f"never ended:\n{self.output()}") from None
         return [process.returncode for process in self.processes]
 
     def seconds_since_mishap(self, ranks: Sequence[int]) -> float:
         """Wait until these ranks' processes are gone; how long after the mishap that was."""
         self.wait_for("happened")
-        return self.seconds_since(self.room.happened(), ranks)
+        return self.seconds_since(self.room.mishap_time(), ranks)
 
     def seconds_since(self, moment: float, ranks: Sequence[int]) -> float:
         """Wait until these ranks' processes are gone; how long after `moment` that was."""
         deadline = time.monotonic() + LIMIT_S
         while any(is_running(self.room.pid(rank)) for rank in ranks):
-            assert time.monotonic() < deadline, self.said()
+            assert time.monotonic() < deadline, self.output()
             time.sleep(0.005)
         return time.time() - moment
 
@@ -261,14 +267,14 @@ def _train(room: Room, log: RankLog, stop: StopSignal, come_to: Callable[[str, i
     config = ParallelConfig(silence_s=room.silence_s, timeout_s=room.timeout_s)
     with join_group(config, "cpu") as world:
         log.open(room.folder)
-        found = agree(world, recall("run_dir") if world.is_main else None)
-        if world.is_main and found is None:
+        common_dir = agree(world, recall("run_dir") if world.is_main else None)
+        if world.is_main and common_dir is None:
             run_dir = f"{room.folder}/run-{os.getpid()}"
             _write(room.folder / "first-run", run_dir)
             remember("run_dir", run_dir)
         _write(room.folder / f"met-{log.rank}-{os.environ.get('TORCHELASTIC_RESTART_COUNT')}", "")
-        with (room.folder / f"found-{log.rank}").open("a") as told:
-            told.write(f"{found}\n")
+        with (room.folder / f"found-{log.rank}").open("a") as file:
+            file.write(f"{common_dir}\n")
         pulse, gradient = FlagReducer(world), torch.ones(1000)
         training_started()
         for step in range(1, room.last + 1):
@@ -297,17 +303,17 @@ def _train(room: Room, log: RankLog, stop: StopSignal, come_to: Callable[[str, i
 
 
 def _write(path: Path, text: str) -> None:
-    aside = path.with_name(f".{path.name}")
-    aside.write_text(text)
-    aside.replace(path)
+    temp_path = path.with_name(f".{path.name}")
+    temp_path.write_text(text)
+    temp_path.replace(path)
 
 
 if __name__ == "__main__":
     from instar.distributed.signals import exit_now
 
-    described = Room.from_json(sys.argv[1])
+    toy_room = Room.from_json(sys.argv[1])
     if "RANK" in os.environ:
-        exit_now(_one_rank(described))
+        exit_now(_one_rank(toy_room))
     from instar.distributed.launch import launch_ranks
     from instar.distributed.placement import LaunchOptions
 
@@ -315,6 +321,6 @@ if __name__ == "__main__":
         filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
     )
     options = LaunchOptions(
-        [sys.argv[1]], described.size, module="toy_room", max_restarts=int(sys.argv[2])
+        [sys.argv[1]], toy_room.size, module="toy_room", max_restarts=int(sys.argv[2])
     )
     exit_now(launch_ranks(options))

@@ -22,10 +22,10 @@ def with_shapes(argv: Sequence[str]) -> int:
         with record_function(WAIT):
             return wait(self)
 
-    def shaped(_: StepProfiler) -> profile:
+    def new_profile(_: StepProfiler) -> profile:
         return profile(activities=[ProfilerActivity.CPU], record_shapes=True)
 
     PendingFlags.wait = waits  # type: ignore[method-assign]
-    StepProfiler._new = shaped  # type: ignore[method-assign]
+    StepProfiler._new = new_profile  # type: ignore[method-assign]
     torch.set_num_threads(1)
     return main(argv)

@@ -106,17 +106,17 @@ def read_media(tool: str, folder: Path) -> list[str]:
     if tool == "tensorboard":
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-        found = EventAccumulator(str(folder / "tensorboard")).Reload()
-        texts = found.Tensors("val/worst")[0].tensor_proto.string_val[0].decode().splitlines()
-        return [*found.Tags()["images"], *texts]
+        events = EventAccumulator(str(folder / "tensorboard")).Reload()
+        texts = events.Tensors("val/worst")[0].tensor_proto.string_val[0].decode().splitlines()
+        return [*events.Tags()["images"], *texts]
     if tool == "wandb":
         (file,) = folder.glob("wandb/offline-run-*/*.wandb")
         return [
-            f"{each.nested_key[0]} {json.loads(each.value_json)}"
+            f"{item.nested_key[0]} {json.loads(item.value_json)}"
             for record in wandb_records(file)
             if record.WhichOneof("record_type") == "history"
-            for each in record.history.item
-            if [*each.nested_key][1:] == ["_type"]
+            for item in record.history.item
+            if [*item.nested_key][1:] == ["_type"]
         ]
     client, (run,) = mlflow_runs(folder)
     names = ("val/a/__", "val/worst", "val/other")
@@ -124,10 +124,10 @@ def read_media(tool: str, folder: Path) -> list[str]:
 
 
 def settings(tool: str, folder: Path) -> dict[str, str]:
-    beside = folder.parent
+    parent = folder.parent
     return {
-        "trackio": {"dir": str(beside / "trackio")},
-        "mlflow": {"uri": str(beside / "mlruns")},
+        "trackio": {"dir": str(parent / "trackio")},
+        "mlflow": {"uri": str(parent / "mlruns")},
     }.get(tool, {})
 
 
@@ -146,15 +146,15 @@ def read_tensorboard(folder: Path) -> dict[str, Any]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.util.tensor_util import make_ndarray
 
-    everything = {"scalars": 0, "tensors": 0}
-    found = EventAccumulator(str(folder / "tensorboard"), size_guidance=everything).Reload()
+    size_guidance = {"scalars": 0, "tensors": 0}
+    events = EventAccumulator(str(folder / "tensorboard"), size_guidance=size_guidance).Reload()
     texts = {
-        tag: [(each.step, make_ndarray(each.tensor_proto).item().decode()) for each in tensors]
-        for tag in found.Tags()["tensors"]
-        if not tag.startswith("_") and (tensors := found.Tensors(tag))
+        tag: [(event.step, make_ndarray(event.tensor_proto).item().decode()) for event in tensors]
+        for tag in events.Tags()["tensors"]
+        if not tag.startswith("_") and (tensors := events.Tensors(tag))
     }
     scalars = {
-        name: [(each.step, each.value) for each in found.Scalars(name)]
+        name: [(event.step, event.value) for event in events.Scalars(name)]
         for name in ("loss", "at/tokens")
     }
     return {
@@ -181,20 +181,20 @@ def read_wandb(folder: Path) -> dict[str, Any]:
             if kind == "run":
                 ids.add(record.run.run_id)
                 config |= {
-                    each.key: json.loads(each.value_json) for each in record.run.config.update
+                    item.key: json.loads(item.value_json) for item in record.run.config.update
                 }
             elif kind == "history":
                 items = record.history.item
                 rows.append(
                     {
-                        each.key or "/".join(each.nested_key): json.loads(each.value_json)
-                        for each in items
+                        item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                        for item in items
                     }
                 )
             elif kind == "summary":
                 final |= {
-                    each.key or "/".join(each.nested_key): json.loads(each.value_json)
-                    for each in record.summary.update
+                    item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                    for item in record.summary.update
                 }
             elif kind == "alert":
                 alerts.append((record.alert.title, record.alert.text))
@@ -222,22 +222,22 @@ def wandb_records(file: Path) -> Iterator[Any]:
     """The records of a transaction log: LevelDB's log format behind seven bytes of W&B's own."""
     from wandb.proto import wandb_internal_pb2
 
-    data, place, whole = file.read_bytes(), 7, b""
+    data, place, payload = file.read_bytes(), 7, b""
     block, head = 32768, 7
     while place + head <= len(data):
-        if (left := block - place % block) < head:
-            place += left
+        if (room := block - place % block) < head:
+            place += room
             continue
         _, size, kind = struct.unpack_from("<IHB", data, place)
         part = data[place + head : place + head + size]
         if kind == 0 or len(part) < size:
             return
         place += head + size
-        whole += part
+        payload += part
         if kind in (1, 4):  # the whole of it, or its last part
             record = wandb_internal_pb2.Record()
-            record.ParseFromString(whole)
-            whole = b""
+            record.ParseFromString(payload)
+            payload = b""
             yield record
 
 
@@ -269,14 +269,17 @@ def mlflow_runs(folder: Path) -> tuple[Any, list[Any]]:
 
     client = MlflowClient(tracking_uri=(folder.parent / "mlruns").as_uri())
     experiments = client.search_experiments(filter_string="name = 'instar'")
-    return client, client.search_runs([each.experiment_id for each in experiments])
+    return client, client.search_runs([experiment.experiment_id for experiment in experiments])
 
 
 def read_mlflow(folder: Path) -> dict[str, Any]:
     client, runs = mlflow_runs(folder)
     (run,) = runs
     history = {
-        name: [(each.step, each.value) for each in client.get_metric_history(run.info.run_id, name)]
+        name: [
+            (metric.step, metric.value)
+            for metric in client.get_metric_history(run.info.run_id, name)
+        ]
         for name in ("loss", "at/tokens")
     }
     tags = run.data.tags
@@ -312,10 +315,10 @@ def process(*arguments: object) -> subprocess.Popen[str]:
     )
 
 
-def written(*arguments: object, command: str = "write") -> None:
+def write_run(*arguments: object, command: str = "write") -> None:
     """Write in a process that ends; it says nothing at all."""
-    said = process(command, *arguments).communicate(timeout=120)
-    assert said == ("", ""), said
+    output = process(command, *arguments).communicate(timeout=120)
+    assert output == ("", ""), output
 
 
 def read_back(tool: str, folder: Path, command: str = "read") -> Any:
@@ -331,18 +334,18 @@ def read_when(tool: str, folder: Path, last: int) -> dict[str, Any]:
     until = time.monotonic() + 60
     while time.monotonic() < until:
         try:
-            found = read_back(tool, folder)
+            content = read_back(tool, folder)
         except (AssertionError, ValueError):  # not there yet
             continue
-        if found["points"] and found["points"][-1][0] >= last and found["notes"].get("alert"):
-            return found
+        if content["points"] and content["points"][-1][0] >= last and content["notes"].get("alert"):
+            return content
     raise TimeoutError(f"{tool} never held step {last}")
 
 
 if __name__ == "__main__":
-    command, tool, folder, *rest = sys.argv[1:]
+    command, tool, folder, *options = sys.argv[1:]
     if command == "write":
-        write(tool, Path(folder), int(rest[0]), int(rest[1]), wait="wait" in rest)
+        write(tool, Path(folder), int(options[0]), int(options[1]), wait="wait" in options)
     elif command == "write-media":
         write_media(tool, Path(folder))
     elif command == "count":

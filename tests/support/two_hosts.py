@@ -31,9 +31,9 @@ _OWN = ("unshare", "-m", "-u")
 
 
 def ip(*words: str) -> str:
-    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}; these tests need root"
-    return done.stdout
+    result = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, f"ip {' '.join(words)}: {result.stderr}; these tests need root"
+    return result.stdout
 
 
 @dataclass(frozen=True)
@@ -46,20 +46,20 @@ class Wire:
 
 @dataclass
 class Started:
-    """A command on a host; all that it says is in the file `said`."""
+    """A command on a host; all that it says is in the file `output_path`."""
 
     process: subprocess.Popen[bytes]
-    said: Path
+    output_path: Path
 
     def output(self) -> str:
-        return self.said.read_text(encoding="utf-8", errors="replace")
+        return self.output_path.read_text(encoding="utf-8", errors="replace")
 
-    def wait_for(self, wanted: str, limit_s: float = LIMIT_S) -> None:
+    def wait_for(self, text: str, limit_s: float = LIMIT_S) -> None:
         deadline = time.monotonic() + limit_s
-        while wanted not in self.output():
-            ended = self.process.poll()
-            assert ended is None or wanted in self.output(), f"no {wanted!r}:\n{self.output()}"
-            assert time.monotonic() < deadline, f"no {wanted!r} for {limit_s} s:\n{self.output()}"
+        while text not in self.output():
+            code = self.process.poll()
+            assert code is None or text in self.output(), f"no {text!r}:\n{self.output()}"
+            assert time.monotonic() < deadline, f"no {text!r} for {limit_s} s:\n{self.output()}"
             time.sleep(0.01)
 
     def finish(self, limit_s: float = LIMIT_S) -> int:
@@ -76,9 +76,9 @@ class Host:
     name: str
     address: str
     link: str
-    known: str
+    hosts_file: str
     """the content of its /etc/hosts"""
-    started: list[Started] = field(default_factory=list)
+    commands: list[Started] = field(default_factory=list)
 
     def start(
         self,
@@ -88,23 +88,26 @@ class Host:
         disks: Mapping[Path, Path] | None = None,
     ) -> Started:
         """Start a command in the folder `place`. `disks`: folders that only this host sees, and where they are."""
-        number = len(self.started)
+        number = len(self.commands)
         hosts = place / f"hosts-{self.name}"
-        hosts.write_text(self.known)
-        mounts = [(hosts, Path("/etc/hosts")), *((own, at) for at, own in (disks or {}).items())]
+        hosts.write_text(self.hosts_file)
+        mounts = [
+            (hosts, Path("/etc/hosts")),
+            *((source, at) for at, source in (disks or {}).items()),
+        ]
         inside = [f"mount --bind {shlex.quote(str(a))} {shlex.quote(str(b))}" for a, b in mounts]
         inside += [f"hostname {self.name}", f"cd {shlex.quote(str(place))}"]
         inside += [f"exec {shlex.join(map(str, command))}"]
-        said = place / f"said-{self.name}-{number}"
-        with said.open("wb") as file:
+        output_path = place / f"said-{self.name}-{number}"
+        with output_path.open("wb") as file:
             process = subprocess.Popen(
                 ["ip", "netns", "exec", self.name, *_OWN, "sh", "-c", " && ".join(inside)],
                 env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
                 stdout=file,
                 stderr=file,
             )
-        self.started.append(Started(process, said))
-        return self.started[-1]
+        self.commands.append(Started(process, output_path))
+        return self.commands[-1]
 
     def unplug(self) -> float:
         """Cut its link; the time of it."""
@@ -127,8 +130,8 @@ class Host:
                 for pid in pids:
                     with suppress(ProcessLookupError):
                         os.kill(pid, number)
-            for one in self.started:
-                one.process.poll()
+            for command in self.commands:
+                command.process.poll()
         return time.monotonic()
 
 
@@ -144,8 +147,8 @@ def two_hosts(wire: Wire | None = None) -> Iterator[list[Host]]:
     hosts = []
     for number, name in enumerate(names):
         other = f"{addresses[1 - number]} {names[1 - number]}"
-        known = f"127.0.0.1 localhost\n127.0.1.1 {name}\n{other}\n"
-        hosts.append(Host(name, addresses[number], links[number], known))
+        hosts_file = f"127.0.0.1 localhost\n127.0.1.1 {name}\n{other}\n"
+        hosts.append(Host(name, addresses[number], links[number], hosts_file))
     with _namespaces(names), closing(_join(names, links, wire)):
         for host in hosts:
             ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", host.link)
@@ -156,8 +159,8 @@ def two_hosts(wire: Wire | None = None) -> Iterator[list[Host]]:
         finally:
             for host in hosts:
                 host.kill()
-                for one in host.started:
-                    one.process.wait(LIMIT_S)
+                for command in host.commands:
+                    command.process.wait(LIMIT_S)
 
 
 @contextmanager
@@ -195,21 +198,21 @@ class _Forwarder:
 
     def __init__(self, ends: Sequence[int], wire: Wire) -> None:
         self._ends, self._wire = ends, wire
-        self._stopped, self._stop = os.pipe()
+        self._stop_reader, self._stop_writer = os.pipe()
         self._thread = threading.Thread(target=self._forward, daemon=True, name="wire")
         self._thread.start()
 
     def _forward(self) -> None:
-        drawn, on_the_way, number = random.Random(0), list[tuple[float, int, int, bytes]](), 0
+        rng, on_the_way, number = random.Random(0), list[tuple[float, int, int, bytes]](), 0
         while True:
             due_s = max(0.0, on_the_way[0][0] - time.monotonic()) if on_the_way else None
-            ready = select.select([self._stopped, *self._ends], [], [], due_s)[0]
-            if self._stopped in ready:
+            ready = select.select([self._stop_reader, *self._ends], [], [], due_s)[0]
+            if self._stop_reader in ready:
                 return
             for end in ready:
                 with suppress(OSError):  # the interface is down
                     packet = os.read(end, 1 << 16)
-                    if drawn.random() >= self._wire.loss:
+                    if rng.random() >= self._wire.loss:
                         to = self._ends[1 - self._ends.index(end)]
                         number += 1
                         at = time.monotonic() + self._wire.delay_s
@@ -220,7 +223,7 @@ class _Forwarder:
                     os.write(to, packet)
 
     def close(self) -> None:
-        os.close(self._stop)  # its other end becomes readable
+        os.close(self._stop_writer)  # its other end becomes readable
         self._thread.join(LIMIT_S)
-        for one in (self._stopped, *self._ends):
-            os.close(one)
+        for descriptor in (self._stop_reader, *self._ends):
+            os.close(descriptor)

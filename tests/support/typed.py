@@ -25,22 +25,22 @@ class Outcome(NamedTuple):
     out: str
     err: str
     heavy: list[str]
-    left: list[str]
+    new_paths: list[str]
 
 
-def typed(commands: Sequence[tuple[Path, Sequence[str]]]) -> list[Outcome]:
+def run_commands(commands: Sequence[tuple[Path, Sequence[str]]]) -> list[Outcome]:
     """What each command came to, typed in its folder; all in one other process."""
-    asked = [{"folder": str(folder), "argv": list(argv)} for folder, argv in commands]
-    done = subprocess.run(
+    requests = [{"folder": str(folder), "argv": list(argv)} for folder, argv in commands]
+    result = subprocess.run(
         [sys.executable, __file__],
-        input=json.dumps(asked),
+        input=json.dumps(requests),
         capture_output=True,
         text=True,
         check=False,
         timeout=120,
     )
-    assert done.returncode == 0, done.stderr
-    return [Outcome(*each) for each in json.loads(done.stdout)]
+    assert result.returncode == 0, result.stderr
+    return [Outcome(*fields) for fields in json.loads(result.stdout)]
 
 
 def _answer(folder: str, argv: Sequence[str]) -> Outcome:
@@ -55,10 +55,10 @@ def _answer(folder: str, argv: Sequence[str]) -> Outcome:
         except Exception:
             code = 1
             traceback.print_exc()
-    left = {str(path) for path in Path().rglob("*")} - before
+    new_paths = {str(path) for path in Path().rglob("*")} - before
     heavy = [name for name in HEAVY if name in sys.modules]
-    return Outcome(code, out.getvalue(), err.getvalue(), heavy, sorted(left))
+    return Outcome(code, out.getvalue(), err.getvalue(), heavy, sorted(new_paths))
 
 
 if __name__ == "__main__":
-    json.dump([_answer(**asked) for asked in json.load(sys.stdin)], sys.stdout)
+    json.dump([_answer(**request) for request in json.load(sys.stdin)], sys.stdout)

@@ -28,12 +28,12 @@ Instar = Callable[..., subprocess.CompletedProcess[str]]
 def fill() -> Callable[[Path], Path]:
     """Puts the corpus and the config into a folder."""
 
-    def filled(folder: Path) -> Path:
+    def fill_folder(folder: Path) -> Path:
         (folder / "squares.txt").write_text(TEXT)
         (folder / "tiny.yaml").write_text(TINY)
         return folder
 
-    return filled
+    return fill_folder
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def instar(place: Path, forks: Forks) -> Instar:
     """The installed command, in a process that has imported everything; its streams apart."""
 
     def run(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
+        result = subprocess.run(
             [forks.command, *arguments],
             cwd=place,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -56,8 +56,8 @@ def instar(place: Path, forks: Forks) -> Instar:
             timeout=120,
             check=False,
         )
-        assert done.returncode == code, done.stdout + done.stderr
-        return done
+        assert result.returncode == code, result.stdout + result.stderr
+        return result
 
     return run
 

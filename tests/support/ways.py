@@ -72,8 +72,8 @@ def config(folder: Path, kind: str, **more: Any) -> DataConfig:
         "{train}": str(folder / "train-*.parquet"),
         "{held_out}": str(folder / "held_out.jsonl"),
     }
-    given = {"source": "{train}", "val_source": "{held_out}", "test_fraction": 0.0}
-    text = json.dumps({**given, **KINDS[kind], **more})
+    options = {"source": "{train}", "val_source": "{held_out}", "test_fraction": 0.0}
+    text = json.dumps({**options, **KINDS[kind], **more})
     for name, place in places.items():
         text = text.replace(name, place)
     return DataConfig.model_validate_json(text)
@@ -91,33 +91,35 @@ def feeds(data: DataConfig, way: Way) -> Iterator[tuple[list[Prefetcher], int]]:
     """The feeds of all ranks, and how many samples an epoch has."""
     data = data.model_copy(update={"strategy": way.strategy, "workers": way.workers})
     create_dataset_files(data, SEED, way.ranks)
-    made: list[Prefetcher] = []
+    prefetchers: list[Prefetcher] = []
     try:
         if way.strategy == "dispatched" and way.ranks > 1:
             source, order = open_data(data, SEED, way.ranks).train(CONTEXT, SEED)
-            made = dispatched_feeds(source, order, way.ranks, drop_last=data.drop_last)
+            prefetchers = dispatched_feeds(source, order, way.ranks, drop_last=data.drop_last)
         else:
             for rank in range(way.ranks):
                 source, order = open_data(data, SEED, way.ranks).train(CONTEXT, SEED)
-                made.append(local_feed(source, order, rank, way.ranks, drop_last=data.drop_last))
-        yield made, order.samples_per_epoch
+                prefetchers.append(
+                    local_feed(source, order, rank, way.ranks, drop_last=data.drop_last)
+                )
+        yield prefetchers, order.samples_per_epoch
     finally:
-        for feed in made:
+        for feed in prefetchers:
             feed.close(20)
 
 
-def taken(
+def take_steps(
     data: DataConfig, way: Way, steps: int, cursor: int = 0, sizes: tuple[int, int] | None = None
 ) -> list[list[StepBatch]]:
     """Each step's batches, by rank."""
     global_batch, batch_size = sizes or (GLOBAL_BATCH, BATCH_SIZE)
-    found = []
-    with feeds(data, way) as (made, _):
+    history = []
+    with feeds(data, way) as (prefetchers, _):
         for _ in range(steps):
-            batches = [feed.take(cursor, global_batch, batch_size) for feed in made]
+            batches = [feed.take(cursor, global_batch, batch_size) for feed in prefetchers]
             cursor = batches[0].plan.after
-            found.append(batches)
-    return found
+            history.append(batches)
+    return history
 
 
 def samples_of(batches: list[StepBatch]) -> Counter[bytes]:
@@ -134,7 +136,7 @@ def rows_of(batch: StepBatch) -> list[bytes]:
     ]
 
 
-def told(batches: list[StepBatch]) -> tuple[Any, ...]:
+def invariants(batches: list[StepBatch]) -> tuple[Any, ...]:
     """All that must not depend on the way."""
     plans = {batch.plan for batch in batches}
     shares = sum(micro.weight for batch in batches for micro in batch.micro_batches)
@@ -143,7 +145,7 @@ def told(batches: list[StepBatch]) -> tuple[Any, ...]:
         weights = {batch.weight for batch in batches}
         assert owns == [None] * len(owns)
     else:  # each rank knows its own, and they agree on the sum before the step
-        weights = {sum(own for own in owns if own is not None)}
+        weights = {sum(own_weight for own_weight in owns if own_weight is not None)}
     assert len(plans) == len(weights) == 1
     assert shares == pytest.approx(min(weights))
     digest = hashlib.sha256(repr(sorted(samples_of(batches).items())).encode()).hexdigest()

@@ -41,14 +41,14 @@ class Writer:
     now: float = BEGAN
 
     def start(self, step: int = 0, **more: Any) -> None:
-        known: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "run_id": self.run.id,
             "model": "2L/32d",
             "parameters": 1000,
             "devices": "cpu",
             "machine": {"host": platform.node()},
         }
-        self.recorder.write(RunStarted(step=step, **known | more))
+        self.recorder.write(RunStarted(step=step, **fields | more))
 
     def train(self, step: int, loss: float, **more: Any) -> None:
         self.write(Train(loss=loss, **place(step), **more))
@@ -90,7 +90,7 @@ def writing(folder: Path, config: Mapping[str, object] | None = None) -> Iterato
         yield writer
 
 
-def written(
+def write_run(
     folder: Path,
     losses: Mapping[int, float],
     val: Mapping[int, float] | None = None,
@@ -120,11 +120,11 @@ def written_fleet(path: Path) -> Path:
         "run_name": "lr${optimizer.lr}-s${seed}",
         "jobs": {"train": {"command": ["true"]}},
     }
-    kept = {"format": "instar-fleet/1", "spec": spec, "configs": {}, "gpus": None}
-    (folder / "fleet.json").write_text(json.dumps(kept | {"cwd": str(path)}))
+    content = {"format": "instar-fleet/1", "spec": spec, "configs": {}, "gpus": None}
+    (folder / "fleet.json").write_text(json.dumps(content | {"cwd": str(path)}))
     (folder / "state.jsonl").touch()
     for lr, seed, loss in ((0.1, 1, 3.0), (0.1, 2, 4.0), (0.2, 1, 2.0)):
         config = {"name": "rates", "seed": seed, "optimizer.lr": lr}
         run = path / "runs" / f"lr{lr}-s{seed}"
-        written(run, {10: 4.0, 20: loss}, {10: 4.0, 20: loss}, config)
+        write_run(run, {10: 4.0, 20: loss}, {10: 4.0, 20: loss}, config)
     return folder

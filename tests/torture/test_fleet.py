@@ -35,7 +35,7 @@ LISTENER = (
 
 
 def place_in(folder: Path, *, installed: bool = False) -> FleetPlace:
-    return FleetPlace(folder, first_port(), installed=installed or figures.FULL)
+    return FleetPlace(folder, first_port(), new_interpreters=installed or figures.FULL)
 
 
 def pairs(name: str, count: int, command: list[str]) -> str:
@@ -106,7 +106,7 @@ def test_many_pairs_are_ready_soon_and_end_with_their_launcher(tmp_path: Path) -
     launcher.kill()
     killed = time.monotonic()
     launcher.communicate()
-    while place.marked() and time.monotonic() < killed + 30:
+    while place.living_pids() and time.monotonic() < killed + 30:
         time.sleep(0.05)
     gone_s = time.monotonic() - killed
     # 200 pairs of processes start on two cores; few of them must not take longer
@@ -117,7 +117,7 @@ def test_many_pairs_are_ready_soon_and_end_with_their_launcher(tmp_path: Path) -
             figures.at_most("launcher's memory", [memory / 1e6], "MB", 300),
             figures.at_most(f"launcher's processor, {INSTANCES} instances", [share], "%", 25),
             figures.none_of(2 * INSTANCES, "process is a zombie", zombies),
-            figures.none_of(2 * INSTANCES, "process outlives its launcher", place.marked()),
+            figures.none_of(2 * INSTANCES, "process outlives its launcher", place.living_pids()),
             figures.at_most("launcher killed: all have ended", [gone_s], "s", GRACE_S + 2),
         ],
     )
@@ -171,7 +171,7 @@ jobs:
             code, output = place.run("resume", "killed")
         if code != 0:
             untrue.append(f"trial {trial}: {output}")
-        if place.marked():
+        if place.living_pids():
             untrue.append(f"trial {trial}: processes survive")
         done = (folder / "done").read_text().split()
         twice += [f"trial {trial}: {n}" for n in set(done) if done.count(n) > 1]
@@ -218,7 +218,7 @@ def test_a_launcher_killed_in_start_up_training_or_shutdown(tmp_path: Path) -> N
             launcher.kill()
             launcher.communicate()
             killed = time.monotonic()
-            while place.marked() and time.monotonic() < killed + 30:
+            while place.living_pids() and time.monotonic() < killed + 30:
                 time.sleep(0.05)
             late.append(time.monotonic() - killed)
             _, shown = place.run("status", "phases")
@@ -228,7 +228,7 @@ def test_a_launcher_killed_in_start_up_training_or_shutdown(tmp_path: Path) -> N
                 wrong.append(f"{folder.name}: status is {shown}")
             code, output = place.run("resume", "phases")
             done = sorted((folder / "done").read_text().split())
-            if code != 0 or done != ["0", "1"] or place.marked():
+            if code != 0 or done != ["0", "1"] or place.living_pids():
                 wrong.append(f"{folder.name}: code {code}, done {done}: {output}")
     count = 3 * KILLS_IN_PHASE
     figures.write(

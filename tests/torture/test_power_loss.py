@@ -132,14 +132,14 @@ def check(root: Path, crash: Crash, known: set[bytes], *, save_again: bool) -> N
     there = list_checkpoints(root) if (root / "checkpoints").is_dir() else []
     for path in there:
         check_whole(path, known)
-    if crash.said is None and not there:
+    if crash.last_word is None and not there:
         return
     found, skipped = latest_intact(root)
     assert skipped == [], f"skipped {skipped}"
-    assert found.manifest.step >= (crash.said or 0), f"{crash.said} lost"
+    assert found.manifest.step >= (crash.last_word or 0), f"{crash.last_word} lost"
     named = latest_checkpoint(root)
     assert named in there
-    assert read_manifest(named).step >= (crash.said or 0), f"{crash.said} not the latest"
+    assert read_manifest(named).step >= (crash.last_word or 0), f"{crash.last_word} not the latest"
     if save_again:
         savers.save(root, 40, ROWS)
         assert load_checkpoint(latest_checkpoint(root)).manifest.step == 40

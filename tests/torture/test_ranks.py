@@ -33,8 +33,8 @@ def trial(room: Room, way: str, named: str, *, launcher_names: bool = True) -> T
     living = [rank for rank in range(room.size) if rank != room.mishap.rank]
     with (room.launch if way == "launch" else room.torchrun)() as ranks:
         seconds = ranks.seconds_since_mishap(range(room.size))
-        ranks.ended()
-        said = ranks.said()
+        ranks.exit_codes()
+        said = ranks.output()
     silent = [rank for rank in living if not re.search(named, room.log(rank))]
     if launcher_names and not re.search(named, said):
         silent.append(-1)
@@ -132,9 +132,9 @@ def test_a_rank_that_never_starts_is_named_and_all_end_at_the_limit(tmp_path: Pa
                 # The limit begins with the first rank that comes, not with the one that does not.
                 ranks.wait_for(*(f"coming-{other}" for other in range(size) if other != rank))
                 first = min(file.stat().st_mtime for file in room.folder.glob("coming-*"))
-                assert ranks.ended() == [4]
+                assert ranks.exit_codes() == [4]
                 seconds = ranks.seconds_since(first, range(size))
-                said = ranks.said()
+                said = ranks.output()
             named = f"rank {rank} of {size} did not join the rendezvous"
             trials.append(Trial(seconds, [] if named in said else [-1]))
     figures.write("rank-absent", figures_of("a rank that never starts", trials, WAIT_S + 2))
@@ -148,7 +148,7 @@ if figures.FULL:  # the short form is in tests/distributed/test_restarts.py
         room = Room(tmp_path, mishap=Mishap("kill", 1, "step", starts=RESTARTS, after_s=0), last=5)
         with (room.torchrun if way == "torchrun" else room.launch)(max_restarts=RESTARTS) as ranks:
             # each restart imports torch in two processes
-            ended = ranks.ended(60 + 15 * RESTARTS)
+            ended = ranks.exit_codes(60 + 15 * RESTARTS)
         came_up = [
             start
             for start in range(1, RESTARTS + 1)

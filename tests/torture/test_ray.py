@@ -53,8 +53,10 @@ jobs:
             elif what == "node":
                 cluster.start_second_node()
             done = sorted((folder / "done").read_text().split())
-            if code != 0 or done != [*map(str, range(INSTANCES))] or place.marked():
-                wrong[what].append(f"trial {trial}: {code}, {done}, {place.marked()}: {output}")
+            if code != 0 or done != [*map(str, range(INSTANCES))] or place.living_pids():
+                wrong[what].append(
+                    f"trial {trial}: {code}, {done}, {place.living_pids()}: {output}"
+                )
     figures.write(
         "ray-killed",
         [

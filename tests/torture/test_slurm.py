@@ -79,7 +79,7 @@ def test_an_array_of_four_of_which_one_is_queued_again(place: FleetPlace) -> Non
         "fleet-slurm",
         [
             figures.none_of(4, "task of an array, one queued again: not completed once", wrong),
-            figures.none_of(4, "process outlives its task", place.marked()),
+            figures.none_of(4, "process outlives its task", place.living_pids()),
         ],
     )
     assert launcher.returncode == 0, output
@@ -122,7 +122,7 @@ def test_a_fleet_is_left_in_the_queue_cancelled_and_resumed(place: FleetPlace) -
     assert "its jobs go on" in output
     assert shown(place, "left")["state"] == "running"
     assert place.run("down", "left")[0] == 0
-    assert not place.marked()
+    assert not place.living_pids()
     status = shown(place, "left")
     assert status["state"] == "stopped"
     assert {each["state"] for each in status["instances"].values()} == {"stopped"}

@@ -133,7 +133,7 @@ jobs: {job: {command: [sh, -c, "test -e go || sleep 100"], stop: {grace: 1s}}}
     (folder / "control/0.stop").touch()  # of before the start: not obeyed
     assert finish(place, folder, said)[0] == 0
     assert place.status("lost")["instances"]["0"]["processes"]["job"]["attempt"] == 2
-    assert not place.marked()
+    assert not place.living_pids()
 
 
 def test_a_job_of_two_nodes_is_started_once_on_each(

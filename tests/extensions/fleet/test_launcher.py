@@ -67,7 +67,7 @@ jobs:
     for seed in (42, 1337):
         log = (place.path / f"fleets/pairs/logs/seed{seed}/trainer.log").read_text()
         assert f"seed {seed}" in log
-    assert not place.marked()
+    assert not place.living_pids()
     # a second start of the same fleet is refused, and nothing is left to resume
     assert place.run("up", "fleet.yaml", "--gpus", "4")[0] == 2
     assert place.run("resume", "pairs")[0] == 0
@@ -137,7 +137,7 @@ jobs:
     assert "server is unhealthy: 3 checks in a row failed" in output
     unhealthy = next(e for e in _events(place, "hangs") if e.get("phase") == "unhealthy")
     assert unhealthy["time"] - stopped_at < 3 * 0.4 + 1.0
-    assert not place.marked()
+    assert not place.living_pids()
 
 
 def test_a_job_never_starts_if_its_server_answers_and_cannot_complete(place: FleetPlace) -> None:
@@ -199,7 +199,7 @@ jobs:
     output, _ = launcher.communicate(timeout=60)
     assert launcher.returncode == 75, output
     assert time.monotonic() - began < (grace if signals == 1 else 0) + 2 + 1
-    assert not place.marked()
+    assert not place.living_pids()
     assert {each["phase"] for each in place.status("stops")["instances"].values()} == {"stopped"}
 
 
@@ -224,13 +224,13 @@ jobs:
             and each["instances"]["0"]["phase"] == "succeeded"
         ),
     )
-    assert place.marked()
+    assert place.living_pids()
     launcher.kill()
     launcher.communicate()
     deadline = time.monotonic() + 2 + 2
-    while place.marked() and time.monotonic() < deadline:
+    while place.living_pids() and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not place.marked()
+    assert not place.living_pids()
     code, output = place.run("status", "killed")
     assert code == 0
     assert "launcher died" in output

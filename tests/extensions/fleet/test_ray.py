@@ -92,21 +92,21 @@ jobs:
     launcher.send_signal(signal.SIGINT)
     output, _ = launcher.communicate(timeout=60)
     assert launcher.returncode == 75, output
-    assert not place.marked()
+    assert not place.living_pids()
     assert place.status("nodes")["instances"]["0"]["phase"] == "stopped"
     launcher = place.start("resume", "nodes")
     place.wait("nodes", lambda _: said("of 2 on") == [2, 2], 150)
     launcher.kill()
     launcher.communicate()
     deadline = time.monotonic() + 2 + 2 + 2  # the graces of the host's process, and of node 1
-    while place.marked() and time.monotonic() < deadline:
+    while place.living_pids() and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not place.marked()
+    assert not place.living_pids()
     (place.path / "go").touch()
     code, output = place.run("resume", "nodes")
     assert code == 0, output
     assert said("of 2 on") == [3, 3]
-    assert not place.marked()
+    assert not place.living_pids()
 
 
 @pytest.mark.timeout(420)  # Ray starts some ten processes per node, slowly on a busy machine
@@ -146,7 +146,7 @@ jobs:
     code, output = place.run("resume", "killed")
     assert code == 0, output
     assert (place.path / "done").read_text().split() == ["0"]
-    assert not place.marked()
+    assert not place.living_pids()
 
 
 def test_what_no_node_has_is_refused_before_a_folder_is_made(
@@ -181,7 +181,7 @@ def test_the_instances_of_a_lost_node_begin_again_on_another(
     output, _ = launcher.communicate(timeout=150)
     assert launcher.returncode == 0, output
     assert output.count("its host was lost, restart 1 of 3") == 2
-    assert not place.marked()
+    assert not place.living_pids()
     for name in ("prepared", "done"):
         assert sorted((place.path / name).read_text().split()) == ["0", "1", "2", "3"]
     after = place.status("lost")["instances"]

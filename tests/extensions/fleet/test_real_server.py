@@ -66,7 +66,7 @@ jobs:
     code, output = place.run("up", "fleet.yaml", timeout_s=280)
     assert code == 0, output
     assert _completion_tokens(place) == 3
-    assert not place.marked()
+    assert not place.living_pids()
 
 
 VLLM = Path(__file__).parents[3] / ".venv-vllm/bin/python"
@@ -99,7 +99,7 @@ def test_vllm_answers_before_its_client_starts(place: FleetPlace) -> None:
     code, output = place.run("up", "fleet.yaml", timeout_s=800)
     assert code == 0, output
     assert _completion_tokens(place) == 3
-    assert not place.marked()
+    assert not place.living_pids()
 
 
 @pytest.mark.vllm
@@ -115,7 +115,7 @@ def test_a_vllm_that_is_healthy_and_dies_at_its_first_completion_is_not_ready(
     assert code == 4, output
     assert "before it was ready" in output
     assert not (place.path / "asked").exists()
-    assert not place.marked()
+    assert not place.living_pids()
 
 
 def _completion_tokens(place: FleetPlace) -> int:

@@ -47,7 +47,7 @@ def test_a_server_killed_mid_run_is_restarted_with_its_training_which_goes_on(
     killed_at = time.time()
     output, _ = up.communicate(timeout=200)
     assert up.returncode == 0, output
-    assert not place.marked()
+    assert not place.living_pids()
 
     changes = [
         each
