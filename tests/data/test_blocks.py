@@ -47,14 +47,14 @@ def test_blocks_are_read_whole_within_a_window(order: BlockShuffled, epoch: int)
     """As soon as no block is left half read, at most a window's samples have come."""
     window = -(-order.window // order.block) * order.block
     sizes = np.bincount(np.arange(order.n) // order.block)
-    left: dict[int, int] = {}
+    unread_counts: dict[int, int] = {}
     run = 0
     for block in (epoch_of(order, epoch) // order.block).tolist():
         run += 1
-        left[block] = left.get(block, int(sizes[block])) - 1
-        if not any(left.values()):
+        unread_counts[block] = unread_counts.get(block, int(sizes[block])) - 1
+        if not any(unread_counts.values()):
             assert run <= window
-            run, left = 0, {}
+            run, unread_counts = 0, {}
     assert run == 0
 
 
@@ -65,8 +65,8 @@ def test_blocks_are_read_whole_within_a_window(order: BlockShuffled, epoch: int)
 def test_every_sample_is_equally_likely_at_every_position(n: int, block: int, window: int) -> None:
     draws = times(300, 1000)
     order = BlockShuffled(n, 7, block, window)
-    drawn = np.stack([epoch_of(order, epoch) for epoch in range(draws)])
-    counts = np.stack([np.bincount(drawn[:, position], minlength=n) for position in range(n)])
+    indices = np.stack([epoch_of(order, epoch) for epoch in range(draws)])
+    counts = np.stack([np.bincount(indices[:, position], minlength=n) for position in range(n)])
     chi_square = float(((counts - draws / n) ** 2 / (draws / n)).sum())
     freedom = (n - 1) ** 2
     assert abs(chi_square - freedom) < 5 * (2 * freedom) ** 0.5
@@ -95,9 +95,9 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     orders = [
         epoch_of(BlockShuffled(1000, seed, 8, 64), epoch) for seed in (1, 2) for epoch in (0, 1)
     ]
-    for number, one in enumerate(orders):
+    for number, order in enumerate(orders):
         for other in orders[:number]:
-            assert np.count_nonzero(one == other) <= 10
+            assert np.count_nonzero(order == other) <= 10
 
 
 def test_a_slice_longer_than_the_working_block_is_seamless() -> None:
@@ -121,21 +121,21 @@ BLOCKS_1E9 = [469882288, 377848857, 88567268, 648956191]
 @given(size=st.integers(1, 1500), seed=seeds, domains=st.lists(st.integers(0, 2**50), max_size=4))
 def test_each_domain_has_a_permutation_of_its_own(size: int, seed: int, domains: list[int]) -> None:
     key = np.uint64(seed)
-    apart = [
+    permutations = [
         permuted_apart(
             np.arange(size, dtype=np.uint64), size, np.full(size, domain, dtype=np.uint64), key
         )
         for domain in domains
     ]
-    for permuted in apart:
-        assert np.array_equal(np.sort(permuted), np.arange(size))
+    for permutation in permutations:
+        assert np.array_equal(np.sort(permutation), np.arange(size))
     if not domains:
         return
     # asked for all at once, in turns, as lanes are
     offsets = np.repeat(np.arange(size, dtype=np.uint64), len(domains))
     numbers = np.tile(np.array(domains, dtype=np.uint64), size)
-    together = permuted_apart(offsets, size, numbers, key).reshape(size, len(domains))
-    assert np.array_equal(together, np.stack(apart, axis=1))
+    joint_permutations = permuted_apart(offsets, size, numbers, key).reshape(size, len(domains))
+    assert np.array_equal(joint_permutations, np.stack(permutations, axis=1))
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2), (0, 6)])

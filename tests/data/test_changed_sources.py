@@ -93,11 +93,11 @@ def test_a_new_run_is_refused_and_told_what_changed(
     assert missing(data, 1) == []
     change()
     for start in (create_dataset_files, missing):
-        with pytest.raises(ConfigError, match=says) as refused:
+        with pytest.raises(ConfigError, match=says) as error:
             start(data, 1)
-        (problem,) = refused.value.problems
-        anew = "name another data.path" if path else "set data.if_changed: prepare"
-        assert anew in problem.hint
+        (problem,) = error.value.problems
+        advice = "name another data.path" if path else "set data.if_changed: prepare"
+        assert advice in problem.hint
         assert "data.if_changed: keep" in problem.hint
 
 
@@ -107,16 +107,16 @@ def test_they_are_prepared_anew_beside_what_earlier_runs_use(change: Callable[[]
     create_dataset_files(data, 1)
     before, first = open_data(data, 1), default_path(data, 1)
     change()
-    anew = data.model_copy(update={"if_changed": "prepare"})
-    said: list[str] = []
-    assert [str(path) for path in missing(anew, 1, said.append)] == [f"{first}.2"]
-    create_dataset_files(anew, 1, say=said.append)
-    assert "have changed" in said[0]
+    prepare_config = data.model_copy(update={"if_changed": "prepare"})
+    messages: list[str] = []
+    assert [str(path) for path in missing(prepare_config, 1, messages.append)] == [f"{first}.2"]
+    create_dataset_files(prepare_config, 1, say=messages.append)
+    assert "have changed" in messages[0]
     after = open_data(data, 1)
     assert str(after.path) == default_path(data, 1) == f"{first}.2"
     assert after.fingerprint != before.fingerprint
     assert open_data(data.model_copy(update={"path": first}), 1).fingerprint == before.fingerprint
-    for config in (data, anew):
+    for config in (data, prepare_config):
         assert missing(config, 1) == []
 
 
@@ -128,11 +128,11 @@ def test_parts_of_mixtures_and_held_out_sets_are_prepared_anew() -> None:
     before = open_data(data, 1).fingerprint, open_sets(data, 1, sets)["extra"].path
     with Path("held.txt").open("a") as file:
         file.write("one more line\n" * 5)
-    with pytest.raises(ConfigError, match=r"held\.txt have changed") as refused:
+    with pytest.raises(ConfigError, match=r"held\.txt have changed") as error:
         create_dataset_files(data, 1, sets=sets)
-    assert "set data.if_changed: prepare" in refused.value.problems[0].hint
-    anew = data.model_copy(update={"if_changed": "prepare"})
-    create_dataset_files(anew, 1, sets=sets)
+    assert "set data.if_changed: prepare" in error.value.problems[0].hint
+    prepare_config = data.model_copy(update={"if_changed": "prepare"})
+    create_dataset_files(prepare_config, 1, sets=sets)
     after = open_data(data, 1).fingerprint, open_sets(data, 1, sets)["extra"].path
     assert after[0] != before[0]
     assert str(after[1]) == f"{before[1]}.2"
@@ -144,9 +144,9 @@ def test_what_was_prepared_is_kept_on_demand_and_said() -> None:
     create_dataset_files(data, 1)
     before = open_data(data, 1).fingerprint
     add()
-    said: list[str] = []
-    create_dataset_files(data.model_copy(update={"if_changed": "keep"}), 1, say=said.append)
-    assert "note: the files of data.source texts have changed (new: c.txt)" in said[0]
+    messages: list[str] = []
+    create_dataset_files(data.model_copy(update={"if_changed": "keep"}), 1, say=messages.append)
+    assert "note: the files of data.source texts have changed (new: c.txt)" in messages[0]
     assert open_data(data, 1).fingerprint == before
 
 
@@ -169,16 +169,16 @@ def test_a_source_that_is_gone_is_mentioned() -> None:
     data = DataConfig(source="texts", path="set")
     create_dataset_files(data, 1)
     shutil.rmtree("texts")
-    said: list[str] = []
-    create_dataset_files(data, 1, say=said.append)
-    assert said == ["note: data.source texts is not there; the tokens in set are used"]
+    messages: list[str] = []
+    create_dataset_files(data, 1, say=messages.append)
+    assert messages == ["note: data.source texts is not there; the tokens in set are used"]
 
 
 def test_a_file_that_is_written_to_meanwhile_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def survey(sources: Any) -> Any:
-        found = real(sources)
+        result = real(sources)
         rewrite()
-        return found
+        return result
 
     real = verify.survey
     monkeypatch.setattr("instar.data.text.prepare.survey", survey)
@@ -190,10 +190,10 @@ def test_a_file_that_is_written_to_meanwhile_is_refused(monkeypatch: pytest.Monk
 def test_the_standard_library_of_another_python_is_another_source() -> None:
     data = DataConfig(max_bytes=2000, path="set")
     record = prepare_dataset(data, 1) / "dataset.json"
-    made = json.loads(record.read_text())
-    made["source"]["python"] = "3.4.1"
+    content = json.loads(record.read_text())
+    content["source"]["python"] = "3.4.1"
     record.unlink()
-    record.write_text(json.dumps(made))
+    record.write_text(json.dumps(content))
     with pytest.raises(ConfigError, match=r"of Python 3\.\d+\.\d+, not of 3\.4\.1 any more"):
         prepare_dataset(data, 1)
 

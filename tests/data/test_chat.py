@@ -26,10 +26,10 @@ CONTEXT = 200
 
 
 def chat(number: int) -> list[dict[str, str]]:
-    said = [("user", f"{number} squared?"), ("assistant", f"{number * number}, of course – ✓")]
-    said += [("user", "cubed?"), ("assistant", f"{number**3}")] * (number % 2)
-    said = [("system", "you know squares"), *said] if number % 3 == 0 else said
-    return [{"role": role, "content": content} for role, content in said]
+    turns = [("user", f"{number} squared?"), ("assistant", f"{number * number}, of course – ✓")]
+    turns += [("user", "cubed?"), ("assistant", f"{number**3}")] * (number % 2)
+    turns = [("system", "you know squares"), *turns] if number % 3 == 0 else turns
+    return [{"role": role, "content": content} for role, content in turns]
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def place(tmp_path: Path) -> Path:
 
 
 def config(place: Path, **more: object) -> DataConfig:
-    given = {
+    fields = {
         "kind": "chat",
         "source": str(place / "chats.jsonl"),
         "path": str(place / "tokens"),
@@ -53,29 +53,32 @@ def config(place: Path, **more: object) -> DataConfig:
         "packing": False,
         **more,
     }
-    return DataConfig.model_validate(given)
+    return DataConfig.model_validate(fields)
 
 
-def theirs(
+def transformers_tokens(
     place: Path, template: str, messages: list[dict[str, str]]
 ) -> tuple[list[int], list[int]]:
     """Tokens and mask as transformers' `apply_chat_template` has them."""
     file = str(place / "model/tokenizer.json")
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=file, eos_token="<|end|>")
-    found = tokenizer.apply_chat_template(
+    encoding = tokenizer.apply_chat_template(
         messages, chat_template=template, return_dict=True, return_assistant_tokens_mask=True
     )
-    return found["input_ids"], found["assistant_masks"]
+    return encoding["input_ids"], encoding["assistant_masks"]
 
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_tokens_and_targets_are_those_of_transformers(place: Path, packing: bool) -> None:
     data = config(place, packing=packing)
     create_dataset_files(data, 7)
-    opened = open_data(data, 7)
-    pairs = {tuple(ids): mask for ids, mask in (theirs(place, PLAIN, chat(n)) for n in range(40))}
-    splits = {name: opened.held_out(name, CONTEXT) for name in ("val", "test")}
-    splits["train"] = opened.train(CONTEXT, 7)[0]
+    dataset = open_data(data, 7)
+    pairs = {
+        tuple(ids): mask
+        for ids, mask in (transformers_tokens(place, PLAIN, chat(n)) for n in range(40))
+    }
+    splits = {name: dataset.held_out(name, CONTEXT) for name in ("val", "test")}
+    splits["train"] = dataset.train(CONTEXT, 7)[0]
     targets = 0
     for source in splits.values():
         batch = source.read(np.arange(len(source)))
@@ -83,19 +86,19 @@ def test_tokens_and_targets_are_those_of_transformers(place: Path, packing: bool
         targets += int(source.weights(np.arange(len(source))))
         if packing:
             continue
-        for inputs, wanted in zip(batch["inputs"], batch["targets"], strict=True):
-            found = [
+        for inputs, row_targets in zip(batch["inputs"], batch["targets"], strict=True):
+            matches = [
                 ids
                 for ids in pairs
                 if np.array_equal(inputs[: len(ids) - 1], ids[:-1])
                 and not inputs[len(ids) - 1 :].any()
             ]
-            assert len(found) == 1
-            ids = np.array(found[0])
+            assert len(matches) == 1
+            ids = np.array(matches[0])
             size = ids.size - 1
-            expected = np.where(pairs[found[0]], ids, IGNORED)[1:]
-            assert np.array_equal(wanted[:size], expected)
-            assert (wanted[size:] == IGNORED).all()
+            expected = np.where(pairs[matches[0]], ids, IGNORED)[1:]
+            assert np.array_equal(row_targets[:size], expected)
+            assert (row_targets[size:] == IGNORED).all()
     if not packing:
         assert sum(map(len, splits.values())) == 40
         assert targets == sum(sum(mask) for mask in pairs.values())
@@ -103,16 +106,16 @@ def test_tokens_and_targets_are_those_of_transformers(place: Path, packing: bool
 
 def test_a_template_without_generation_marks_what_the_assistant_adds(place: Path) -> None:
     (place / "model/chat_template.jinja").write_text(CHATML)
-    named = config(place, tokenizer=str(place / "model"))  # by its folder
-    create_dataset_files(named, 7)
-    opened = open_data(named, 7)
+    data = config(place, tokenizer=str(place / "model"))  # by its folder
+    create_dataset_files(data, 7)
+    dataset = open_data(data, 7)
     tokenizer = load_saved_tokenizer(place / "model")
-    batch = opened.held_out("val", CONTEXT).read(np.arange(1))
-    wanted = batch["targets"][0]
-    said = tokenizer.decode(wanted[wanted != IGNORED].tolist())
+    batch = dataset.held_out("val", CONTEXT).read(np.arange(1))
+    targets = batch["targets"][0]
+    target_text = tokenizer.decode(targets[targets != IGNORED].tolist())
     text = tokenizer.decode(batch["inputs"][0][batch["inputs"][0] > 0].tolist())
     answers = [part.partition("<|end|>")[0] for part in text.split("<|im|>assistant\n")[1:]]
-    assert said == "".join(f"{answer}<|end|>\n" for answer in answers)
+    assert target_text == "".join(f"{answer}<|end|>\n" for answer in answers)
 
 
 BROKEN = {
@@ -183,19 +186,21 @@ WITH_TOOLS = (
 )
 
 
-def prepared(place: Path, template: str, *rows: object, **more: object) -> tuple[str, list[str]]:
+def train_targets(
+    place: Path, template: str, *rows: object, **more: object
+) -> tuple[str, list[str]]:
     """The targets' text of the training split of 20 copies of some rows, and what was said."""
     (place / "own.jinja").write_text(template)
     (place / "chats.jsonl").write_text("\n".join([json.dumps(row) for row in rows] * 20))
-    said: list[str] = []
+    messages: list[str] = []
     data = config(place, chat_template=str(place / "own.jinja"), **more)
-    create_dataset_files(data, 7, say=said.append)
-    opened = open_data(data, 7)
-    source = opened.train(CONTEXT, 7)[0]
+    create_dataset_files(data, 7, say=messages.append)
+    dataset = open_data(data, 7)
+    source = dataset.train(CONTEXT, 7)[0]
     tokenizer = load_saved_tokenizer(place / "model")
     batch = source.read(np.arange(len(rows)))
     targets = [row[row != IGNORED].tolist() for row in batch["targets"]]
-    return "|".join(map(tokenizer.decode, targets)), said
+    return "|".join(map(tokenizer.decode, targets)), messages
 
 
 def test_tools_are_rendered_as_transformers_renders_them(place: Path) -> None:
@@ -204,7 +209,7 @@ def test_tools_are_rendered_as_transformers_renders_them(place: Path) -> None:
         {"role": "assistant", "content": None, "tool_calls": [CALL]},
     ]
     row = {"messages": messages, "tools": TOOLS}
-    targets, _ = prepared(place, WITH_TOOLS, row, {**row, "tools": json.dumps(TOOLS)})
+    targets, _ = train_targets(place, WITH_TOOLS, row, {**row, "tools": json.dumps(TOOLS)})
     assert targets == "|".join(['call add {"a": 1}<|end|>\n'] * 2)
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(place / "model/tokenizer.json"))
     expected = tokenizer.apply_chat_template(
@@ -216,36 +221,36 @@ def test_tools_are_rendered_as_transformers_renders_them(place: Path) -> None:
 
 def test_tools_that_a_template_leaves_out_are_not_left_out_silently(place: Path) -> None:
     answer = {"role": "assistant", "content": "4"}
-    said = [{"role": "user", "content": "2?"}, answer]
-    _, told = prepared(place, CHATML, {"messages": said, "tools": TOOLS})
-    assert "note: the chat template leaves out the tools of 20 conversations" in told
+    messages = [{"role": "user", "content": "2?"}, answer]
+    _, notes = train_targets(place, CHATML, {"messages": messages, "tools": TOOLS})
+    assert "note: the chat template leaves out the tools of 20 conversations" in notes
     with pytest.raises(
         ConfigError, match=r"conversation \d+: the chat template leaves out its `tool"
     ):
-        prepared(
+        train_targets(
             place,
             CHATML,
-            {"messages": [said[0], {**answer, "tool_calls": [CALL]}]},
+            {"messages": [messages[0], {**answer, "tool_calls": [CALL]}]},
             path=str(place / "other"),
         )
 
 
 @pytest.mark.parametrize("template", [CHATML, PLAIN])
 def test_an_answer_of_weight_0_is_no_target(place: Path, template: str) -> None:
-    said = [
+    messages = [
         {"role": "user", "content": "2?"},
         {"role": "assistant", "content": "BAD", "weight": 0},
         {"role": "user", "content": "really?"},
         {"role": "assistant", "content": "4", "weight": 1},
     ]
-    targets, told = prepared(place, template, {"messages": said})
+    targets, notes = train_targets(place, template, {"messages": messages})
     assert targets.strip() == "4<|end|>"
-    assert not [line for line in told if line.startswith("note")]
-    good = {"messages": said[2:]}
-    _, told = prepared(
-        place, template, {"messages": said[:2]}, good, good, path=str(place / "other")
+    assert not [line for line in notes if line.startswith("note")]
+    good = {"messages": messages[2:]}
+    _, notes = train_targets(
+        place, template, {"messages": messages[:2]}, good, good, path=str(place / "other")
     )
-    assert "note: 20 of 60 conversations have nothing to learn and are left out" in told
+    assert "note: 20 of 60 conversations have nothing to learn and are left out" in notes
 
 
 NEXT_ENDS = {
@@ -262,15 +267,15 @@ NEXT_ENDS = {
 
 @pytest.mark.parametrize("case", NEXT_ENDS)
 def test_an_end_that_belongs_to_the_next_message_is_learnt(place: Path, case: str) -> None:
-    said = [
+    messages = [
         {"role": "user", "content": "2?"},
         {"role": "assistant", "content": "4"},
         {"role": "user", "content": "3?"},
         {"role": "assistant", "content": "9"},
     ]
-    targets, told = prepared(place, NEXT_ENDS[case], {"messages": said})
+    targets, notes = train_targets(place, NEXT_ENDS[case], {"messages": messages})
     assert targets.replace("\n", "").replace(" ", "") == "4<|end|>9<|end|>"
-    assert not [line for line in told if line.startswith("note")]
+    assert not [line for line in notes if line.startswith("note")]
 
 
 UNLEARNT = {
@@ -294,18 +299,20 @@ def test_a_template_that_does_not_teach_the_end_of_an_answer_is_named(
     place: Path, case: str
 ) -> None:
     template, note = UNLEARNT[case]
-    _, told = prepared(place, template, *({"messages": chat(n)} for n in range(3)))
-    assert note in told
+    _, notes = train_targets(place, template, *({"messages": chat(n)} for n in range(3)))
+    assert note in notes
 
 
 def test_a_template_may_refuse_other_conversations(place: Path) -> None:
     """Such as those without a system message."""
     strict = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}"
-    said = [{"role": "system", "content": "s"}, *chat(1)[:2]]
+    messages = [{"role": "system", "content": "s"}, *chat(1)[:2]]
     for number, template in enumerate((strict + CHATML, strict + PLAIN)):
-        targets, told = prepared(place, template, {"messages": said}, path=str(place / f"{number}"))
+        targets, notes = train_targets(
+            place, template, {"messages": messages}, path=str(place / f"{number}")
+        )
         assert targets.strip() == "1, of course – ✓<|end|>"
-        assert not [line for line in told if line.startswith("note")]
+        assert not [line for line in notes if line.startswith("note")]
 
 
 def test_conversations_that_a_context_leaves_out_are_counted(place: Path) -> None:
@@ -314,14 +321,16 @@ def test_conversations_that_a_context_leaves_out_are_counted(place: Path) -> Non
     (place / "chats.jsonl").write_text("\n".join(map(json.dumps, [long, late] * 20)))
     data = config(place)
     create_dataset_files(data, 7)
-    whole = sum(theirs(place, PLAIN, long["messages"])[1])
+    long_targets = sum(transformers_tokens(place, PLAIN, long["messages"])[1])
     for remark in lost_conversations(data, 7, 40):
         counts = [int(n.replace(",", "")) for n in re.findall(r"\b\d[\d,]*", remark)]
-        gone, every, context, cut, lost, targets = counts
-        assert (gone + cut, context) == (every, 40)
-        short = sum(theirs(place, PLAIN, long["messages"])[1][:41])
-        assert lost == targets - cut * short
-        assert targets == cut * whole + gone * sum(theirs(place, PLAIN, late["messages"])[1])
+        left_out_count, every, context, cut, lost_targets, targets = counts
+        assert (left_out_count + cut, context) == (every, 40)
+        short = sum(transformers_tokens(place, PLAIN, long["messages"])[1][:41])
+        assert lost_targets == targets - cut * short
+        assert targets == cut * long_targets + left_out_count * sum(
+            transformers_tokens(place, PLAIN, late["messages"])[1]
+        )
     assert len(lost_conversations(data, 7, 40)) == 3
     assert lost_conversations(data, 7, CONTEXT) == []
     assert lost_conversations(data.model_copy(update={"packing": True}), 7, 40) == []
@@ -333,14 +342,16 @@ def test_answers_that_are_rendered_otherwise_later_are_trained_one_by_one(place:
         "m['content'] +",
         "('(hm) ' if loop.last and m.role == 'assistant' else '') + m['content'] +",
     )
-    targets, told = prepared(place, template, {"messages": chat(1)}, {"messages": chat(2)})
+    targets, notes = train_targets(place, template, {"messages": chat(1)}, {"messages": chat(2)})
     expected = {
         "(hm) 1, of course – ✓<|end|>\n",
         "(hm) 1<|end|>\n",
         "(hm) 4, of course – ✓<|end|>\n",
     }
-    assert set(targets.split("|>\n|")) <= {one.removesuffix("|>\n") for one in expected} | expected
-    (note,) = [line for line in told if line.startswith("note")]
+    assert (
+        set(targets.split("|>\n|")) <= {text.removesuffix("|>\n") for text in expected} | expected
+    )
+    (note,) = [line for line in notes if line.startswith("note")]
     assert note.startswith("note: 20 conversations became 40, one for each answer")
 
 
@@ -349,19 +360,19 @@ def test_conversations_that_leak_between_splits_are_counted_and_one_key_removes_
 ) -> None:
     rows = [{"messages": chat(number % 20), "id": number} for number in range(80)]
     (place / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    said: list[str] = []
-    create_dataset_files(config(place), 7, say=said.append)
-    (leaks,) = [text for text in said if "of val are trained on too, word for word" in text]
+    messages: list[str] = []
+    create_dataset_files(config(place), 7, say=messages.append)
+    (leaks,) = [text for text in messages if "of val are trained on too, word for word" in text]
     assert "conversations" in leaks
-    said = []
-    once = config(place, path=str(place / "once"), drop_duplicates=True)
-    create_dataset_files(once, 7, say=said.append)
-    assert "left out 60 of 80 conversations, which are there before" in said
-    assert not any("trained on too" in text for text in said)
-    opened = open_data(once, 7).dataset
+    messages = []
+    unique_data = config(place, path=str(place / "once"), drop_duplicates=True)
+    create_dataset_files(unique_data, 7, say=messages.append)
+    assert "left out 60 of 80 conversations, which are there before" in messages
+    assert not any("trained on too" in text for text in messages)
+    dataset = open_data(unique_data, 7).dataset
     texts = [
         load_saved_tokenizer(place / "model").decode(
-            opened.split(name).read(0, len(opened.split(name))).tolist()
+            dataset.split(name).read(0, len(dataset.split(name))).tolist()
         )
         for name in ("train", "val", "test")
     ]
@@ -372,12 +383,14 @@ def test_conversations_of_val_source_are_not_trained_on(place: Path) -> None:
     (place / "held.jsonl").write_text(
         "".join(json.dumps({"messages": chat(n)}) + "\n" for n in range(30, 60))
     )
-    held = {"val_source": str(place / "held.jsonl"), "test_fraction": 0.0}
-    said: list[str] = []
-    create_dataset_files(config(place, **held), 7, say=said.append)
-    assert any("10 of 30 conversations of val are trained on too" in text for text in said)
-    said = []
+    val_fields = {"val_source": str(place / "held.jsonl"), "test_fraction": 0.0}
+    messages: list[str] = []
+    create_dataset_files(config(place, **val_fields), 7, say=messages.append)
+    assert any("10 of 30 conversations of val are trained on too" in text for text in messages)
+    messages = []
     create_dataset_files(
-        config(place, **held, path=str(place / "once"), drop_duplicates=True), 7, say=said.append
+        config(place, **val_fields, path=str(place / "once"), drop_duplicates=True),
+        7,
+        say=messages.append,
     )
-    assert "left out 10 of 40 conversations, which are there before or held out" in said
+    assert "left out 10 of 40 conversations, which are there before or held out" in messages

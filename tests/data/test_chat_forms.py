@@ -37,15 +37,15 @@ def of_sharegpt(number: int) -> Row:
 
 
 def of_alpaca(number: int) -> Row:
-    system, asked, answered, instruction, output = (m["content"] for m in messages(number))
-    history = [[asked, answered]]
+    system, question, answer, instruction, output = (m["content"] for m in messages(number))
+    history = [[question, answer]]
     return {"system": system, "history": history, "instruction": instruction, "output": output}
 
 
 FORMS: dict[str, Callable[[int], Row]] = {"sharegpt": of_sharegpt, "alpaca": of_alpaca}
 
 
-def prepared(place: Path, rows: list[Row], **keys: object) -> tuple[np.ndarray, np.ndarray]:
+def prepare_samples(place: Path, rows: list[Row], **keys: object) -> tuple[np.ndarray, np.ndarray]:
     """Inputs and targets of all samples of training."""
     place.mkdir()
     (place / "model").mkdir()
@@ -68,11 +68,11 @@ def prepared(place: Path, rows: list[Row], **keys: object) -> tuple[np.ndarray, 
 @pytest.mark.parametrize("form", FORMS)
 def test_conversations_of_any_form_become_the_same_samples(tmp_path: Path, form: str) -> None:
     numbers = range(40)
-    expected = prepared(tmp_path / "messages", [{"messages": messages(n)} for n in numbers])
+    expected = prepare_samples(tmp_path / "messages", [{"messages": messages(n)} for n in numbers])
     rows = [FORMS[form](n) for n in numbers]
-    inputs, targets = prepared(tmp_path / form, rows, chat_form=form)
+    inputs, targets = prepare_samples(tmp_path / form, rows, chat_form=form)
     # which conversations are held out depends on the lengths of the lines
-    texts = [{tuple(row) for row in both[0].tolist()} for both in (expected, (inputs, targets))]
+    texts = [{tuple(row) for row in arrays[0].tolist()} for arrays in (expected, (inputs, targets))]
     assert len(texts[0] & texts[1]) > 25
     of_text = {tuple(i): t for i, t in zip(expected[0].tolist(), expected[1].tolist(), strict=True)}
     for sample, target in zip(inputs.tolist(), targets.tolist(), strict=True):
@@ -80,14 +80,14 @@ def test_conversations_of_any_form_become_the_same_samples(tmp_path: Path, form:
 
 
 def test_null_is_no_key_of_an_older_form() -> None:
-    nothing = {"function_call": None, "tool_calls": None}
-    row = {"messages": [{**message, **nothing} for message in messages(1)], "functions": None}
+    null_fields = {"function_call": None, "tool_calls": None}
+    row = {"messages": [{**message, **null_fields} for message in messages(1)], "functions": None}
     conversation_of(row, "messages", last_answer_only=False)
 
 
 def test_only_a_completion_is_trained(tmp_path: Path) -> None:
     rows = [{"prompt": messages(n)[:-1], "completion": messages(n)[-1:]} for n in range(40)]
-    _, targets = prepared(tmp_path / "rows", rows, chat_form="prompt_completion")
+    _, targets = prepare_samples(tmp_path / "rows", rows, chat_form="prompt_completion")
     tokenizer = load_saved_tokenizer(tmp_path / "rows/model")
     answers = {tokenizer.decode(row[row >= 0].tolist()) for row in targets}
     assert answers <= {f"{n**3}<|end|>" for n in range(40)}
@@ -97,7 +97,8 @@ def test_only_a_completion_is_trained(tmp_path: Path) -> None:
 def test_only_the_last_answer_is_trained_where_the_config_says_so(tmp_path: Path) -> None:
     rows = [{"messages": messages(n)} for n in range(40)]
     every, last = (
-        prepared(tmp_path / answers, rows, chat_answers=answers)[1] for answers in ("all", "last")
+        prepare_samples(tmp_path / answers, rows, chat_answers=answers)[1]
+        for answers in ("all", "last")
     )
     tokenizer = load_saved_tokenizer(tmp_path / "all/model")
     assert {tokenizer.decode(row[row >= 0].tolist()) for row in last} <= {
@@ -108,7 +109,7 @@ def test_only_the_last_answer_is_trained_where_the_config_says_so(tmp_path: Path
 
 def test_what_was_prepared_in_another_form_is_not_reused(tmp_path: Path) -> None:
     rows = [{"messages": messages(n)} for n in range(40)]
-    prepared(tmp_path / "rows", rows, chat_answers="last")
+    prepare_samples(tmp_path / "rows", rows, chat_answers="last")
     data = DataConfig(
         kind="chat",
         source=str(tmp_path / "rows/chats.jsonl"),

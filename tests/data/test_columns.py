@@ -33,9 +33,9 @@ def read(*indices: int) -> Columns:
 @settings(deadline=None, max_examples=60)
 @given(ids=ids, data=st.data())
 def test_parts_joined_are_what_was_cut(ids: list[int], data: st.DataObject) -> None:
-    whole = read(*ids)
+    batch = read(*ids)
     at = data.draw(st.integers(0, len(ids)))
-    assert same(join_columns([cut(whole, 0, at), cut(whole, at, len(ids))]), whole)
+    assert same(join_columns([cut(batch, 0, at), cut(batch, at, len(ids))]), batch)
 
 
 @settings(deadline=None, max_examples=60)
@@ -52,9 +52,9 @@ def test_parts_stacked_apart_are_joined_as_if_stacked_at_once(
 @given(ids=ids, data=st.data())
 def test_picked_samples_are_those_read_in_that_order(ids: list[int], data: st.DataObject) -> None:
     rows = data.draw(st.lists(st.integers(0, len(ids) - 1), min_size=1, max_size=8))
-    picked = pick(read(*ids), np.array(rows))
+    batch = pick(read(*ids), np.array(rows))
     # a sample may be ragged among others, and dense alone
-    assert flat(picked) == flat(read(*(ids[row] for row in rows)))
+    assert flat(batch) == flat(read(*(ids[row] for row in rows)))
 
 
 @settings(deadline=None, max_examples=60)
@@ -62,13 +62,13 @@ def test_picked_samples_are_those_read_in_that_order(ids: list[int], data: st.Da
 def test_any_columns_are_cut_picked_and_joined_without_loss(
     data: st.DataObject, samples: int
 ) -> None:
-    whole = data.draw(columns(samples))
+    batch = data.draw(columns(samples))
     at = data.draw(st.integers(0, samples))
-    first, second = cut(whole, 0, at), cut(whole, at, samples)
-    assert same(join_columns([first, second]), whole)
+    first, second = cut(batch, 0, at), cut(batch, at, samples)
+    assert same(join_columns([first, second]), batch)
     backwards = np.arange(samples)[::-1]
-    assert same(pick(pick(whole, backwards), backwards), whole)
-    assert nbytes(first) <= nbytes(whole) + 8 * len(list(leaves(whole)))
+    assert same(pick(pick(batch, backwards), backwards), batch)
+    assert nbytes(first) <= nbytes(batch) + 8 * len(list(leaves(batch)))
 
 
 def flat(columns: Columns) -> list[list[Any]]:
@@ -85,19 +85,19 @@ def flat(columns: Columns) -> list[list[Any]]:
 
 
 def test_samples_alike_are_dense_and_others_ragged() -> None:
-    stacked = stack([{"a": [1, 2], "b": 1.5, "c": [1]}, {"a": [3, 4], "b": 2.5, "c": [2, 3]}])
-    assert stacked["a"].tolist() == [[1, 2], [3, 4]]
-    assert stacked["b"].tolist() == [1.5, 2.5]
-    assert isinstance(stacked["c"], Ragged)
-    assert stacked["c"].flat.tolist() == [1, 2, 3]
-    assert stacked["c"].sizes.tolist() == [1, 2]
+    batch = stack([{"a": [1, 2], "b": 1.5, "c": [1]}, {"a": [3, 4], "b": 2.5, "c": [2, 3]}])
+    assert batch["a"].tolist() == [[1, 2], [3, 4]]
+    assert batch["b"].tolist() == [1.5, 2.5]
+    assert isinstance(batch["c"], Ragged)
+    assert batch["c"].flat.tolist() == [1, 2, 3]
+    assert batch["c"].sizes.tolist() == [1, 2]
 
 
 def test_named_columns_are_ragged_and_no_others() -> None:
     samples = [{"a": [1], "g": {"b": [2, 3]}, "c": 1}, {"a": [4], "g": {"b": [5, 6]}, "c": 2}]
-    stacked = stack(samples, ragged={"g.b", "c"})
-    assert ragged_names(stacked) == {"g.b"}
-    assert flat(stacked) == [[[1], [4]], [[2, 3], [5, 6]], [1, 2]]
+    batch = stack(samples, ragged={"g.b", "c"})
+    assert ragged_names(batch) == {"g.b"}
+    assert flat(batch) == [[[1], [4]], [[2, 3], [5, 6]], [1, 2]]
     samples.append({"a": [7, 8], "g": {"b": [9]}, "c": 3})
     with pytest.raises(ValueError, match=r"sample 6: a has 2 rows, sample 4 has 1; .* pad all"):
         stack(samples, [4, 5, 6], ragged={"g.b"})
@@ -130,7 +130,7 @@ def test_samples_that_do_not_fit_are_named(samples: list[Any], message: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("other", "found"),
+    ("other", "expected"),
     [
         ({"x": np.zeros((2, 5), np.float32)}, ""),
         ({"x": Ragged(np.zeros(4, np.float32), np.array([0, 1, 4]))}, ""),
@@ -141,11 +141,11 @@ def test_samples_that_do_not_fit_are_named(samples: list[Any], message: str) -> 
         ({"x": {"z": np.zeros((2, 3), np.float32)}}, "x.z, not x"),
     ],
 )
-def test_parts_that_cannot_be_joined_are_named(other: Columns, found: str) -> None:
-    one = {"x": np.zeros((2, 3), np.float32)}
-    assert difference(one, other) == found
-    if found:
+def test_parts_that_cannot_be_joined_are_named(other: Columns, expected: str) -> None:
+    first = {"x": np.zeros((2, 3), np.float32)}
+    assert difference(first, other) == expected
+    if expected:
         with pytest.raises(ValueError, match="part 1 has"):
-            join_columns([one, other])
+            join_columns([first, other])
     else:
-        join_columns([one, other])
+        join_columns([first, other])

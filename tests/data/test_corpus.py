@@ -20,10 +20,10 @@ from instar.data.text.corpus import open_corpus
 
 
 def documents(source: str | Path, text_field: str = "text") -> list[str]:
-    opened = open_corpus(str(source), text_field)
-    number = np.arange(opened.sizes.size)
-    whole = np.stack([number, np.zeros_like(number), opened.sizes], axis=1)
-    return ["".join(pieces) for pieces in opened.texts(whole)]
+    text_corpus = open_corpus(str(source), text_field)
+    number = np.arange(text_corpus.sizes.size)
+    parts = np.stack([number, np.zeros_like(number), text_corpus.sizes], axis=1)
+    return ["".join(pieces) for pieces in text_corpus.texts(parts)]
 
 
 def write_rows(path: Path, rows: list[Any]) -> Path:
@@ -86,10 +86,12 @@ def test_a_glob_is_searched(tmp_path: Path) -> None:
 
 
 def test_the_standard_library_is_source_without_its_tests() -> None:
-    opened = open_corpus("stdlib", "text")
-    assert 5e6 < opened.sizes.sum() < 60e6
-    largest = int(opened.sizes.argmax())
-    (text,) = ("".join(p) for p in opened.texts(np.array([[largest, 0, opened.sizes[largest]]])))
+    text_corpus = open_corpus("stdlib", "text")
+    assert 5e6 < text_corpus.sizes.sum() < 60e6
+    largest = int(text_corpus.sizes.argmax())
+    (text,) = (
+        "".join(p) for p in text_corpus.texts(np.array([[largest, 0, text_corpus.sizes[largest]]]))
+    )
     ast.parse(text)
 
 
@@ -104,10 +106,10 @@ def test_parts_of_a_document_join_up_whatever_bytes_they_are_cut_at(
     path.write_bytes((text if suffix == "txt" else json.dumps({"text": text})).encode())
     if not text:
         return
-    opened = open_corpus(str(path), "text")
-    edges = sorted({0, *(min(cut, opened.sizes[0]) for cut in cuts), opened.sizes[0]})
+    text_corpus = open_corpus(str(path), "text")
+    edges = sorted({0, *(min(cut, text_corpus.sizes[0]) for cut in cuts), text_corpus.sizes[0]})
     parts = [
-        "".join(next(opened.texts(np.array([[0, begin, end]]))))
+        "".join(next(text_corpus.texts(np.array([[0, begin, end]]))))
         for begin, end in itertools.pairwise(edges)
     ]
     assert "".join(parts) == text
@@ -119,8 +121,8 @@ def test_a_large_file_comes_in_pieces_that_end_with_a_line(
     monkeypatch.setattr(corpus, "_PIECE_BYTES", 64)
     text = "".join(f"Zeile {number} über etwas\n" for number in range(100))
     (tmp_path / "a.txt").write_text(text)
-    opened = open_corpus(str(tmp_path / "a.txt"), "text")
-    pieces = list(next(opened.texts(np.array([[0, 0, opened.sizes[0]]]))))
+    text_corpus = open_corpus(str(tmp_path / "a.txt"), "text")
+    pieces = list(next(text_corpus.texts(np.array([[0, 0, text_corpus.sizes[0]]]))))
     assert "".join(pieces) == text
     assert len(pieces) > 30
     assert all(piece.endswith("\n") for piece in pieces)
@@ -129,9 +131,9 @@ def test_a_large_file_comes_in_pieces_that_end_with_a_line(
 def test_only_the_documents_asked_for_are_read(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", [{"text": f"row {number}"} for number in range(5)])
     (tmp_path / "b.txt").write_text("text")
-    opened = open_corpus(str(tmp_path), "text")
-    wanted = np.array([[1, 0, 5], [3, 2, 5], [5, 0, 4]])
-    assert ["".join(pieces) for pieces in opened.texts(wanted)] == ["row 1", "w 3", "text"]
+    text_corpus = open_corpus(str(tmp_path), "text")
+    parts = np.array([[1, 0, 5], [3, 2, 5], [5, 0, 4]])
+    assert ["".join(pieces) for pieces in text_corpus.texts(parts)] == ["row 1", "w 3", "text"]
     assert path.exists()
 
 
@@ -154,9 +156,9 @@ def test_what_cannot_be_decoded_is_located(tmp_path: Path) -> None:
 def test_a_bad_json_line_is_located(tmp_path: Path, line: str, says: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(f'{{"text": "fine"}}\n\n{line}\n')
-    with pytest.raises(ConfigError, match=says) as caught:
+    with pytest.raises(ConfigError, match=says) as error:
         open_corpus(str(path), "text")
-    assert caught.value.problems[0].where == f"{path}:3"
+    assert error.value.problems[0].where == f"{path}:3"
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_rows(tmp_path_factory.mktemp("rows"))
 
 
-def identical(one: StepBatch, other: StepBatch) -> bool:
-    return len(one.micro_batches) == len(other.micro_batches) and all(
+def identical(batch: StepBatch, other: StepBatch) -> bool:
+    return len(batch.micro_batches) == len(other.micro_batches) and all(
         (left.weight, left.samples, left.first) == (right.weight, right.samples, right.first)
         and all(np.array_equal(left.arrays[name], right.arrays[name]) for name in left.arrays)
-        for left, right in zip(one.micro_batches, other.micro_batches, strict=True)
+        for left, right in zip(batch.micro_batches, other.micro_batches, strict=True)
     )
 
 
@@ -36,16 +36,16 @@ def test_every_way_brings_the_same_global_batches(folder: Path, kind: str, tmp_p
     assert steps[-1][0].epoch >= 1, "the trial is too short to see an epoch end"
     only_dispatched = KINDS[kind].get("kind") == "python"
     for ranks in (2, 3, 4):
-        sent = take_steps(data, Way(ranks, "dispatched"), 40)
-        assert [invariants(batches) for batches in sent] == steps
+        dispatched_steps = take_steps(data, Way(ranks, "dispatched"), 40)
+        assert [invariants(batches) for batches in dispatched_steps] == steps
         if only_dispatched:
             continue
-        own = take_steps(data, Way(ranks), 40)
-        assert [invariants(batches) for batches in own] == steps
+        sharded_steps = take_steps(data, Way(ranks), 40)
+        assert [invariants(batches) for batches in sharded_steps] == steps
         assert all(
-            identical(one, other)
-            for batches, others in zip(sent, own, strict=True)
-            for one, other in zip(batches, others, strict=True)
+            identical(batch, other)
+            for batches, other_batches in zip(dispatched_steps, sharded_steps, strict=True)
+            for batch, other in zip(batches, other_batches, strict=True)
         )
 
 
@@ -62,10 +62,10 @@ def test_every_way_brings_the_same_global_batches(folder: Path, kind: str, tmp_p
 )
 def test_workers_change_nothing(folder: Path, kind: str, way: Way, tmp_path: Path) -> None:
     data = config(folder, kind, path=str(tmp_path / "data"))
-    alone = take_steps(data, Way(way.ranks, way.strategy), 12)
-    helped = take_steps(data, way, 12)
+    serial_steps = take_steps(data, Way(way.ranks, way.strategy), 12)
+    worker_steps = take_steps(data, way, 12)
     assert all(
-        identical(one, other)
-        for batches, others in zip(alone, helped, strict=True)
-        for one, other in zip(batches, others, strict=True)
+        identical(batch, other)
+        for batches, other_batches in zip(serial_steps, worker_steps, strict=True)
+        for batch, other in zip(batches, other_batches, strict=True)
     )

@@ -12,25 +12,25 @@ from instar.data.loader import LocalReader, Prefetcher, StepBatch, WaitCancelled
 from instar.data.order import Shuffled, plan_step
 
 
-def alike(one: StepBatch, other: StepBatch) -> bool:
-    assert (one.plan, one.weight, one.epoch_samples) == (
+def same_batches(batch: StepBatch, other: StepBatch) -> bool:
+    assert (batch.plan, batch.weight, batch.epoch_samples) == (
         other.plan,
         other.weight,
         other.epoch_samples,
     )
-    for left, right in zip(one.micro_batches, other.micro_batches, strict=True):
+    for left, right in zip(batch.micro_batches, other.micro_batches, strict=True):
         assert (left.weight, left.samples, left.rank, left.first) == (
             right.weight,
             right.samples,
             right.rank,
             right.first,
         )
-        for (name, mine), (other_name, theirs) in zip(
+        for (name, array), (other_name, other_array) in zip(
             leaves(left.arrays), leaves(right.arrays), strict=True
         ):
             assert name == other_name
-            assert np.array_equal(mine, theirs)
-            assert mine.dtype == theirs.dtype
+            assert np.array_equal(array, other_array)
+            assert array.dtype == other_array.dtype
     return True
 
 
@@ -45,19 +45,21 @@ def test_dispatched_ranks_get_what_they_would_read(
 ) -> None:
     """Also while sizes change, so that what was read ahead is dropped on both sides."""
     source, order = Numbers(samples), Shuffled(samples, seed=3)
-    sent = dispatched_feeds(source, order, world)
-    own = [
+    remote_feeds = dispatched_feeds(source, order, world)
+    local_feeds = [
         Prefetcher(LocalReader(source, order, world, range(rank, rank + 1), f"rank {rank}"))
         for rank in range(world)
     ]
     cursor = 0
     for batch_size, accumulation in sizes:
         for _ in range(3):
-            asked = cursor, batch_size * accumulation, batch_size
+            request = cursor, batch_size * accumulation, batch_size
             for rank in range(world):
-                assert alike(sent[rank].take(*asked), own[rank].take(*asked))
-            cursor += plan_step(cursor, samples, asked[1]).count
-    for feed in [*sent, *own]:
+                assert same_batches(
+                    remote_feeds[rank].take(*request), local_feeds[rank].take(*request)
+                )
+            cursor += plan_step(cursor, samples, request[1]).count
+    for feed in [*remote_feeds, *local_feeds]:
         feed.close(5)
 
 
@@ -71,10 +73,10 @@ def test_what_rank_0_cannot_read_is_an_error_on_every_rank_at_the_same_step() ->
     with pytest.raises(OSError, match=f"sample {broken} cannot be read"):
         feeds[0].take(40, 8, 8)
     for feed in feeds[1:]:
-        with pytest.raises(SourceFailed, match=f"OSError: sample {broken} cannot be read") as told:
+        with pytest.raises(SourceFailed, match=f"OSError: sample {broken} cannot be read") as error:
             feed.take(40, 8, 8)
-        assert "positions 40..47 of epoch 0" in str(told.value)
-        assert told.value.secondary
+        assert "positions 40..47 of epoch 0" in str(error.value)
+        assert error.value.secondary
     for feed in feeds:
         feed.close(5)
 
@@ -97,10 +99,10 @@ def test_a_new_feed_begins_where_the_old_one_was_given_up() -> None:
     for feed in first:
         feed.close(5)
     second = dispatched_feeds(source, order, 2, queues=queues, number=2)
-    own = Prefetcher(LocalReader(source, order, 2, range(1, 2), "rank 1"))
+    local_feed = Prefetcher(LocalReader(source, order, 2, range(1, 2), "rank 1"))
     second[0].take(16, 4, 4)
-    assert alike(second[1].take(16, 4, 4), own.take(16, 4, 4))
-    for feed in [*second, own]:
+    assert same_batches(second[1].take(16, 4, 4), local_feed.take(16, 4, 4))
+    for feed in [*second, local_feed]:
         feed.close(5)
     assert queues.of[1].empty()
 

@@ -63,7 +63,7 @@ def test_positions_begin_anew_where_a_document_begins(config: DataConfig) -> Non
         assert (columns["positions"] == 0).sum() > 3 * len(source)
 
 
-def mixed(config: DataConfig) -> DataConfig:
+def with_mixture(config: DataConfig) -> DataConfig:
     parts = tuple(MixturePart(source="train.jsonl", name=name) for name in ("one", "two"))
     return config.model_copy(update={"source": "stdlib", "mixture": parts})
 
@@ -71,7 +71,7 @@ def mixed(config: DataConfig) -> DataConfig:
 @pytest.mark.parametrize("is_mixed", [False, True], ids=["one source", "a mixture"])
 def test_weights_are_the_targets(config: DataConfig, is_mixed: bool) -> None:
     """Of a step, of a held-out split, and on the mean."""
-    config = mixed(config) if is_mixed else config
+    config = with_mixture(config) if is_mixed else config
     create_dataset_files(config, 0)
     data = open_data(config, 0)
     train, _ = data.train(CONTEXT, 0)
@@ -82,8 +82,8 @@ def test_weights_are_the_targets(config: DataConfig, is_mixed: bool) -> None:
         assert source.weights(numbers) == targets.sum()
         ends = (columns["positions"] == 0).sum() - len(source)
         assert 0 < ends <= targets.size * CONTEXT - targets.sum()
-    measured = train.measure.weights(train.read(np.arange(len(train))))  # type: ignore[attr-defined]
-    assert data.targets(CONTEXT).mean == pytest.approx(measured.mean())
+    weights = train.measure.weights(train.read(np.arange(len(train))))  # type: ignore[attr-defined]
+    assert data.targets(CONTEXT).mean == pytest.approx(weights.mean())
 
 
 def test_columns_of_a_transform_stay(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,9 +93,9 @@ def test_columns_of_a_transform_stay(config: DataConfig, monkeypatch: pytest.Mon
         "    return {**sample, 'positions': np.full_like(sample['inputs'], 7), 'mark': np.ones(1)}\n"
     )
     monkeypatch.syspath_prepend(".")
-    changed = config.model_copy(update={"transform": "adds:adds"})
-    create_dataset_files(changed, 0)
-    columns = open_data(changed, 0).train(CONTEXT, 0)[0].read(np.arange(4))
+    transform_config = config.model_copy(update={"transform": "adds:adds"})
+    create_dataset_files(transform_config, 0)
+    columns = open_data(transform_config, 0).train(CONTEXT, 0)[0].read(np.arange(4))
     plain = open_data(config, 0).train(CONTEXT, 0)[0].read(np.arange(4))
     assert columns["mark"].tolist() == [[1.0]] * 4
     assert columns["positions"].tolist() == plain["positions"].tolist()
@@ -110,11 +110,11 @@ def test_a_rank_reads_its_own_samples_once(
     read: list[int] = []
     real = type(source).read
 
-    def counted(self: Any, indices: Any, epoch: int = 0) -> Any:
+    def counting_read(self: Any, indices: Any, epoch: int = 0) -> Any:
         read.extend(indices.tolist())
         return real(self, indices, epoch)
 
-    monkeypatch.setattr(type(source), "read", counted)
+    monkeypatch.setattr(type(source), "read", counting_read)
     key = StepKey(0, 4, 4)
     LocalReader(source, order, ranks, range(1), "rank 0").read(ReadRequest(1, key, False))
     assert len(read) == 4 // ranks
@@ -157,17 +157,17 @@ def test_each_source_of_a_mixture_has_documents_of_its_own_form(config: DataConf
     for source in sources:
         alone_config = config.model_copy(update={"source": source, "path": f"{source}-alone"})
         create_dataset_files(alone_config, 0)
-        alone = open_data(alone_config, 0)
-        samples, held = alone.train(CONTEXT, 0)[0], alone.held_out("val", CONTEXT)
+        dataset = open_data(alone_config, 0)
+        samples, held_samples = dataset.train(CONTEXT, 0)[0], dataset.held_out("val", CONTEXT)
         for mixed_source, source_alone, first in (
             (train, samples, begin),
-            (held_out, held, begin_held_out),
+            (held_out, held_samples, begin_held_out),
         ):
             numbers = np.arange(len(source_alone))
             columns, expected = mixed_source.read(first + numbers), source_alone.read(numbers)
             for name in ("inputs", "targets", "positions"):
                 np.testing.assert_array_equal(np.asarray(columns[name]), expected[name])
-        begin, begin_held_out = begin + len(samples), begin_held_out + len(held)
+        begin, begin_held_out = begin + len(samples), begin_held_out + len(held_samples)
     assert (begin, begin_held_out) == (len(train), len(held_out))
 
 
@@ -177,14 +177,16 @@ def test_text_that_is_held_out_beside_ids_has_its_own_form(config: DataConfig) -
     keys = {"source": "train.bin", "val_source": "train.jsonl", "path": "ids"}
     ids = config.model_copy(update=keys)
     create_dataset_files(ids, 0)
-    named = open_data(ids, 0).held_out("val", CONTEXT)
+    of_val_source = open_data(ids, 0).held_out("val", CONTEXT)
     sets = [EvalSet(name="text", source="train.jsonl")]
-    alone = config.model_copy(update={"source": "train.bin", "path": "alone"})
-    create_dataset_files(alone, 0, sets=sets)
-    of_set = open_data(alone, 0).windows_of(open_sets(alone, 0, sets)["text"], "val", CONTEXT)
+    set_config = config.model_copy(update={"source": "train.bin", "path": "alone"})
+    create_dataset_files(set_config, 0, sets=sets)
+    of_set = open_data(set_config, 0).windows_of(
+        open_sets(set_config, 0, sets)["text"], "val", CONTEXT
+    )
     tokenizer = named_tokenizer("bpe.json")
     assert tokenizer is not None
-    for source in (named, of_set):
+    for source in (of_val_source, of_set):
         columns = source.read(np.arange(len(source)))
         inputs, positions = (np.asarray(columns[name]) for name in ("inputs", "positions"))
         after_an_end = inputs[:, :-1] == tokenizer.end_id

@@ -17,12 +17,12 @@ def samples(
     documents: Sequence[Sequence[int]], context: int, separator: Sequence[int], shard: int = 5
 ) -> DocumentSamples:
     """Documents end to end in shards of so many tokens, a separator between two."""
-    ended = [[*document, *separator] for document in documents]
-    flat = np.array([token for one in ended for token in one], dtype=np.uint16)
+    sequences = [[*document, *separator] for document in documents]
+    flat = np.array([token for sequence in sequences for token in sequence], dtype=np.uint16)
     tokens = flat[: flat.size - len(separator)]
     shards = [tokens[begin : begin + shard] for begin in range(0, tokens.size, shard)]
     split = split_of(*shards)
-    sizes = np.array([len(one) for one in ended], dtype=np.int64)
+    sizes = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
     return DocumentSamples(split, sizes, np.array(separator, dtype=np.uint16), context)
 
 
@@ -36,14 +36,14 @@ def expected(document: Sequence[int], separator: Sequence[int], context: int) ->
 @pytest.mark.parametrize("context", [1, 3, 8])
 def test_a_document_is_a_sample(context: int) -> None:
     texts = [list(text.encode()) for text in ("word", "", "x", "abcdef")]
-    found = samples(texts, context, SEPARATOR)
-    assert len(found) == 3  # the empty one is nothing but its separator
+    source = samples(texts, context, SEPARATOR)
+    assert len(source) == 3  # the empty one is nothing but its separator
     indices = np.array([2, 0, 1, 0])
-    batch = found.read(indices)
-    wanted = [expected(texts[number], SEPARATOR, context) for number in (3, 0, 2, 0)]
+    batch = source.read(indices)
+    expected_rows = [expected(texts[number], SEPARATOR, context) for number in (3, 0, 2, 0)]
     rows = zip(batch["inputs"].tolist(), batch["targets"].tolist(), strict=True)
-    assert [list(row) for row in rows] == wanted
-    assert found.weights(indices) == np.count_nonzero(batch["targets"] >= 0)
+    assert [list(row) for row in rows] == expected_rows
+    assert source.weights(indices) == np.count_nonzero(batch["targets"] >= 0)
     assert batch["inputs"].dtype == batch["targets"].dtype == np.int64
     assert batch["inputs"].flags.c_contiguous
 
@@ -59,15 +59,15 @@ def test_a_document_is_a_sample(context: int) -> None:
 def test_samples_are_the_documents_of_two_tokens_or_more(
     documents: list[list[int]], context: int, separator: list[int]
 ) -> None:
-    found = samples(documents, context, separator)
-    usable = [one for one in documents if len(one) + len(separator) >= 2]
-    assert len(found) == len(usable)
+    source = samples(documents, context, separator)
+    usable = [document for document in documents if len(document) + len(separator) >= 2]
+    assert len(source) == len(usable)
     for index, document in enumerate(usable):
-        one = np.array([index])
-        batch = found.read(one)
-        wanted = expected(document, separator, context)
-        assert [batch["inputs"][0].tolist(), batch["targets"][0].tolist()] == wanted
-        assert found.weights(one) == np.count_nonzero(batch["targets"] >= 0) > 0
+        indices = np.array([index])
+        batch = source.read(indices)
+        expected_rows = expected(document, separator, context)
+        assert [batch["inputs"][0].tolist(), batch["targets"][0].tolist()] == expected_rows
+        assert source.weights(indices) == np.count_nonzero(batch["targets"] >= 0) > 0
 
 
 def test_a_sample_outside_is_an_error() -> None:

@@ -40,45 +40,45 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_a_text_becomes_the_tokens_of_transformers(folders: Path, kind: str) -> None:
-    theirs: Any = AutoTokenizer.from_pretrained(folders / kind)
-    ours = load_saved_tokenizer(folders / kind)
+    reference: Any = AutoTokenizer.from_pretrained(folders / kind)
+    tokenizer = load_saved_tokenizer(folders / kind)
     for text in TEXTS:
-        ids = theirs(text)["input_ids"]
-        assert ours.encode(text).tolist() == ids
-        assert prompt_tokens(ours, text).tolist() == ids
-        assert ours.decode(ids) == theirs.decode(ids, clean_up_tokenization_spaces=False)
-    assert ours.before.size == LAYOUTS[kind].adds_bos
-    assert (ours.end_token, ours.end_id) == (theirs.eos_token, theirs.eos_token_id)
-    assert separator_of(ours).tolist() == [theirs.eos_token_id]
+        ids = reference(text)["input_ids"]
+        assert tokenizer.encode(text).tolist() == ids
+        assert prompt_tokens(tokenizer, text).tolist() == ids
+        assert tokenizer.decode(ids) == reference.decode(ids, clean_up_tokenization_spaces=False)
+    assert tokenizer.before.size == LAYOUTS[kind].adds_bos
+    assert (tokenizer.end_token, tokenizer.end_id) == (reference.eos_token, reference.eos_token_id)
+    assert separator_of(tokenizer).tolist() == [reference.eos_token_id]
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "phi3", "llama"])
 def test_documents_have_what_surrounds_a_text_on_every_road(
     folders: Path, tmp_path: Path, kind: str
 ) -> None:
-    theirs: Any = AutoTokenizer.from_pretrained(folders / kind)
+    reference: Any = AutoTokenizer.from_pretrained(folders / kind)
     texts = [f"document {n} of the many" for n in range(40)]
     source = tmp_path / "docs.jsonl"
     source.write_text("\n".join(json.dumps({"text": text}) for text in texts))
     folder = str(folders / kind)
     data = DataConfig(source=str(source), tokenizer=folder, path=str(tmp_path / "tokens"))
-    told: list[str] = []
-    create_dataset_files(data, 7, say=told.append)
+    messages: list[str] = []
+    create_dataset_files(data, 7, say=messages.append)
     layout = LAYOUTS[kind]
     around = [layout.bos, "…", layout.eos] if layout.adds_bos else ["…", layout.eos]
-    assert told[-1].endswith(f"; documents {' '.join(filter(None, around))}")
-    documents = [[*theirs(text)["input_ids"], theirs.eos_token_id] for text in texts]
+    assert messages[-1].endswith(f"; documents {' '.join(filter(None, around))}")
+    documents = [[*reference(text)["input_ids"], reference.eos_token_id] for text in texts]
     split = open_data(data, 7).dataset.split("train")
-    prepared = split.read(0, len(split)).tolist()
-    chosen = [document for document in documents if _within(document, prepared)]
-    assert len(chosen) > 30
-    assert prepared[: len(documents[0])] in documents
-    assert abs(sum(map(len, chosen)) - len(prepared)) < 2 * len(documents[0])  # one is cut
+    ids = split.read(0, len(split)).tolist()
+    matches = [document for document in documents if _within(document, ids)]
+    assert len(matches) > 30
+    assert ids[: len(documents[0])] in documents
+    assert abs(sum(map(len, matches)) - len(ids)) < 2 * len(documents[0])  # one is cut
 
-    kept = load_saved_tokenizer(tmp_path / "tokens")
-    assert kept.encode("a").tolist() == theirs("a")["input_ids"]
-    streamed = data.model_copy(update={"kind": "stream"})
-    stream = DocumentStream(TokenLanes(open_items(streamed), kept, ids=False), 64)
+    tokenizer = load_saved_tokenizer(tmp_path / "tokens")
+    assert tokenizer.encode("a").tolist() == reference("a")["input_ids"]
+    stream_config = data.model_copy(update={"kind": "stream"})
+    stream = DocumentStream(TokenLanes(open_items(stream_config), tokenizer, ids=False), 64)
     assert [sample.tolist() for sample in stream.open(0)] == documents
 
 
@@ -89,16 +89,16 @@ def _within(part: list[int], tokens: list[int]) -> bool:
 def test_data_of_another_end_or_beginning_are_not_reused(tmp_path: Path) -> None:
     tokenizer = write_tokenizer("gemma2", tmp_path / "model")
     (tmp_path / "a.txt").write_text("the words of the many\n" * 200)
-    given = {"source": str(tmp_path / "a.txt"), "tokenizer": str(tmp_path / "model")}
-    data = DataConfig.model_validate(given | {"path": str(tmp_path / "tokens")})
+    fields = {"source": str(tmp_path / "a.txt"), "tokenizer": str(tmp_path / "model")}
+    data = DataConfig.model_validate(fields | {"path": str(tmp_path / "tokens")})
     create_dataset_files(data, 7)
     create_dataset_files(data, 7)
     file = tmp_path / "model/tokenizer_config.json"
-    said = file.read_text()
-    file.write_text(said.replace('"<eos>"', '"<end_of_turn>"'))
+    text = file.read_text()
+    file.write_text(text.replace('"<eos>"', '"<end_of_turn>"'))
     with pytest.raises(ConfigError, match="is not the tokenizer that made the data set"):
         create_dataset_files(data, 7)
-    file.write_text(said)
+    file.write_text(text)
     tokenizer.post_processor = None
     tokenizer.save(str(tmp_path / "model/tokenizer.json"))
     with pytest.raises(ConfigError, match="is not the tokenizer that made the data set"):
@@ -143,8 +143,8 @@ def test_an_end_that_only_the_model_says_is_kept_with_the_data(
     (tmp_path / "config.json").unlink()
     for name, content in tokenizer_files(tokenizer).items():
         (tmp_path / name).write_bytes(content)
-    kept = load_saved_tokenizer(tmp_path, fingerprint=tokenizer.fingerprint)
-    assert kept.end_token == "<eos>"
+    kept_tokenizer = load_saved_tokenizer(tmp_path, fingerprint=tokenizer.fingerprint)
+    assert kept_tokenizer.end_token == "<eos>"
 
 
 UNSAID = {
@@ -180,30 +180,30 @@ def test_where_nothing_says_the_end_it_is_not_guessed(
 def test_a_tokenizer_that_ends_texts_itself_needs_no_other_end(
     folders: Path, tmp_path: Path
 ) -> None:
-    saved = json.loads((folders / "gemma2/tokenizer.json").read_text())
-    around = saved["post_processor"]
+    content = json.loads((folders / "gemma2/tokenizer.json").read_text())
+    around = content["post_processor"]
     around["single"].append({"SpecialToken": {"id": "<eos>", "type_id": 0}})
     around["special_tokens"]["<eos>"] = {"id": "<eos>", "ids": [1], "tokens": ["<eos>"]}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
     tokenizer = load_saved_tokenizer(tmp_path)
-    theirs: Any = AutoTokenizer.from_pretrained(tmp_path)
-    assert tokenizer.encode("words").tolist() == theirs("words")["input_ids"]
+    reference: Any = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.encode("words").tolist() == reference("words")["input_ids"]
     assert tokenizer.encode("words")[-1] == 1 != prompt_tokens(tokenizer, "words")[-1]
     assert separator_of(tokenizer).size == 0
 
 
 def test_what_else_a_post_processor_does_is_refused(folders: Path, tmp_path: Path) -> None:
-    saved = json.loads((folders / "gemma2/tokenizer.json").read_text())
-    saved["post_processor"]["single"].append({"Sequence": {"id": "A", "type_id": 1}})
-    (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
+    content = json.loads((folders / "gemma2/tokenizer.json").read_text())
+    content["post_processor"]["single"].append({"Sequence": {"id": "A", "type_id": 1}})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(ConfigError, match="does not surround a text with tokens"):
         load_saved_tokenizer(tmp_path)
 
 
 def conversation(chance: random.Random, *, system: bool) -> list[dict[str, str]]:
     """With whitespace, unicode, code and empty contents."""
-    said = [
+    contents = [
         "",
         " ",
         "Why?",
@@ -212,10 +212,10 @@ def conversation(chance: random.Random, *, system: bool) -> list[dict[str, str]]
         "naïve 再见 ✓",
         "🦋 é\u0301",
     ]
-    messages = [{"role": "system", "content": chance.choice(said)}] * system
+    messages = [{"role": "system", "content": chance.choice(contents)}] * system
     for _ in range(chance.randint(1, 3)):
         for role in ("user", "assistant"):
-            content = "".join(chance.choices(said, k=chance.randint(1, 2)))
+            content = "".join(chance.choices(contents, k=chance.randint(1, 2)))
             messages.append({"role": role, "content": content})
     return messages
 
@@ -230,18 +230,21 @@ def conversations(kind: str, count: int = 25) -> list[list[dict[str, str]]]:
 def test_marked_conversations_have_the_tokens_and_masks_of_transformers(
     folders: Path, tmp_path: Path, kind: str
 ) -> None:
-    theirs: Any = AutoTokenizer.from_pretrained(folders / kind)
+    reference: Any = AutoTokenizer.from_pretrained(folders / kind)
     # where a post-processor trims offsets, transformers loses what begins or ends with whitespace
-    theirs.backend_tokenizer.post_processor = None
-    (tmp_path / "marked.jinja").write_text(marked := marked_template(kind))
-    ours = load_saved_tokenizer(folders / kind)
-    assert isinstance(ours, BPETokenizer)
-    template = template_beside(folders / kind, ours, tmp_path / "marked.jinja")
+    reference.backend_tokenizer.post_processor = None
+    (tmp_path / "marked.jinja").write_text(template_text := marked_template(kind))
+    tokenizer = load_saved_tokenizer(folders / kind)
+    assert isinstance(tokenizer, BPETokenizer)
+    template = template_beside(folders / kind, tokenizer, tmp_path / "marked.jinja")
     for messages in conversations(kind):
         (rendering,) = template.renderings(messages)
-        ((ids, marks),) = encode_renderings(iter([rendering]), ours)
-        expected = theirs.apply_chat_template(
-            messages, chat_template=marked, return_dict=True, return_assistant_tokens_mask=True
+        ((ids, marks),) = encode_renderings(iter([rendering]), tokenizer)
+        expected = reference.apply_chat_template(
+            messages,
+            chat_template=template_text,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
         )
         assert ids.tolist() == expected["input_ids"]
         assert ((marks & TARGET) > 0).tolist() == list(map(bool, expected["assistant_masks"]))
@@ -250,39 +253,41 @@ def test_marked_conversations_have_the_tokens_and_masks_of_transformers(
 @parametrize_first("kind", LAYOUTS, first=4)
 def test_an_answer_is_trained_as_it_is_generated(folders: Path, kind: str) -> None:
     """By the model's own template: after the prompt that transformers gives, and as it renders the answer."""
-    theirs: Any = AutoTokenizer.from_pretrained(folders / kind)
-    ours = load_saved_tokenizer(folders / kind)
-    template = template_beside(folders / kind, ours)
-    several = 0
+    reference: Any = AutoTokenizer.from_pretrained(folders / kind)
+    tokenizer = load_saved_tokenizer(folders / kind)
+    template = template_beside(folders / kind, tokenizer)
+    num_split = 0
     for messages in conversations(kind):
         renderings = template.renderings(messages)
-        several += len(renderings) > 1
-        answers = [number for number, each in enumerate(messages) if each["role"] == "assistant"]
-        spans = [(each.text, *span) for each in renderings for span in each.spans]
+        num_split += len(renderings) > 1
+        answers = [
+            number for number, message in enumerate(messages) if message["role"] == "assistant"
+        ]
+        spans = [(rendering.text, *span) for rendering in renderings for span in rendering.spans]
         assert len(spans) == len(answers)
         for number, (text, begin, end) in zip(answers, spans, strict=True):
-            prompt = theirs.apply_chat_template(
+            prompt = reference.apply_chat_template(
                 messages[:number], tokenize=False, add_generation_prompt=True
             )
-            through = theirs.apply_chat_template(messages[: number + 1], tokenize=False)
+            through = reference.apply_chat_template(messages[: number + 1], tokenize=False)
             assert text[:begin] == prompt
             assert through.startswith(text[:end])
             assert template.end.token in text[begin:end]
         if len(renderings) == 1:
-            assert renderings[0].text == theirs.apply_chat_template(messages, tokenize=False)
-    assert (several > 0) == (LAYOUTS[kind].template == "qwen3")
+            assert renderings[0].text == reference.apply_chat_template(messages, tokenize=False)
+    assert (num_split > 0) == (LAYOUTS[kind].template == "qwen3")
 
 
 @pytest.mark.parametrize(("kind", "end"), [("phi3", "<|end|>"), ("qwen3", "<|im_end|>")])
 def test_a_sampled_answer_ends_with_the_token_that_ends_one(
     folders: Path, kind: str, end: str
 ) -> None:
-    theirs: Any = AutoTokenizer.from_pretrained(folders / kind)
-    prompt = theirs.apply_chat_template(
+    reference: Any = AutoTokenizer.from_pretrained(folders / kind)
+    prompt = reference.apply_chat_template(
         [{"role": "user", "content": "so?"}], tokenize=False, add_generation_prompt=True
     )
-    ours = load_saved_tokenizer(folders / kind)
-    assert template_beside(folders / kind, ours).around_answer("so?") == (prompt, end)
+    tokenizer = load_saved_tokenizer(folders / kind)
+    assert template_beside(folders / kind, tokenizer).around_answer("so?") == (prompt, end)
 
 
 SAYS = {
@@ -302,18 +307,20 @@ def test_what_a_config_says_is_added_counts_as_in_transformers(
     folders: Path, tmp_path: Path, name: str | None, case: str
 ) -> None:
     """Which reads it from the file of the tokenizer alone, if there is one."""
-    said, has_beginning = SAYS[case]
+    changes, has_beginning = SAYS[case]
     family = "llama2" if name == "LlamaTokenizer" else "gemma2"
-    saved = json.loads((folders / family / "tokenizer.json").read_text())
+    content = json.loads((folders / family / "tokenizer.json").read_text())
     if not has_beginning:
-        saved["post_processor"] = None
-    (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
+        content["post_processor"] = None
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     config = json.loads((folders / family / "tokenizer_config.json").read_text())
-    config = {key: value for key, value in config.items() if key != "add_bos_token"} | said
+    config = {key: value for key, value in config.items() if key != "add_bos_token"} | changes
     config["tokenizer_class"] = name
     if name is None:
         del config["tokenizer_class"]
         (tmp_path / "config.json").write_bytes((folders / family / "config.json").read_bytes())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    theirs: Any = AutoTokenizer.from_pretrained(tmp_path)
-    assert load_saved_tokenizer(tmp_path).encode("words").tolist() == theirs("words")["input_ids"]
+    reference: Any = AutoTokenizer.from_pretrained(tmp_path)
+    assert (
+        load_saved_tokenizer(tmp_path).encode("words").tolist() == reference("words")["input_ids"]
+    )

@@ -33,12 +33,12 @@ def test_every_sample_is_held_out_once_and_sizes_are_those_of_sklearn(
     test = splits[0]["test"]
     for split in splits:
         assert np.array_equal(split["test"], test)
-        everything = np.concatenate([*split.values()])
-        assert np.array_equal(np.sort(everything), np.arange(total))
+        indices = np.concatenate([*split.values()])
+        assert np.array_equal(np.sort(indices), np.arange(total))
     held_out = np.concatenate([split["val"] for split in splits])
     assert np.array_equal(np.sort(held_out), np.setdiff1d(np.arange(total), test))
-    theirs = [part.size for _, part in KFold(folds).split(np.zeros(total - test.size))]
-    assert sorted(split["val"].size for split in splits) == sorted(theirs)
+    reference_sizes = [part.size for _, part in KFold(folds).split(np.zeros(total - test.size))]
+    assert sorted(split["val"].size for split in splits) == sorted(reference_sizes)
 
 
 @given(
@@ -52,15 +52,15 @@ def test_classes_are_dealt_out_as_evenly_as_by_sklearn(
     counts = np.array(
         [np.bincount(classes[split["val"]], minlength=len(sizes)) for split in splits]
     )
-    theirs = np.array(
+    reference_counts = np.array(
         [
             np.bincount(classes[part], minlength=len(sizes))
             for _, part in StratifiedKFold(folds).split(classes, classes)
         ]
     )
-    for ours in (counts, counts.sum(1, keepdims=True)):
-        assert np.ptp(ours, axis=0).max() <= 1
-    for column, their_column in zip(counts.T, theirs.T, strict=True):
+    for fold_counts in (counts, counts.sum(1, keepdims=True)):
+        assert np.ptp(fold_counts, axis=0).max() <= 1
+    for column, their_column in zip(counts.T, reference_counts.T, strict=True):
         assert sorted(column) == sorted(their_column)
 
 
@@ -74,8 +74,8 @@ def test_the_test_split_is_that_of_a_run_without_folds() -> None:
 
 
 def test_folds_are_drawn_from_the_seed_and_look_it() -> None:
-    first, again, other = (folds_of(500, 5, seed=seed)[2]["val"] for seed in (1, 1, 2))
-    assert np.array_equal(first, again)
+    first, repeat, other = (folds_of(500, 5, seed=seed)[2]["val"] for seed in (1, 1, 2))
+    assert np.array_equal(first, repeat)
     assert np.intersect1d(first, other).size < 40
     assert 200 < first.mean() < 300
     assert np.unique(np.diff(first)).size > 5
@@ -89,13 +89,13 @@ def test_more_folds_than_samples_are_refused() -> None:
 
 def test_a_class_that_would_not_be_trained_is_named() -> None:
     classes = np.array([0] * 20 + [1])
-    refused = []
+    failing_folds = []
     for fold in range(5):
         with suppress(ConfigError):
             divide_folds(21, fold, 5, val=0.1, test=0, seed=1, classes=classes)
             continue
-        refused.append(fold)
-    (fold,) = refused
+        failing_folds.append(fold)
+    (fold,) = failing_folds
     with pytest.raises(ConfigError, match="class 1 has 1 sample, and all would be held out"):
         divide_folds(21, fold, 5, val=0.1, test=0, seed=1, classes=classes)
 
@@ -172,14 +172,14 @@ def test_contradictions_are_refused_before_anything_starts(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     if message:
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(ConfigError) as error:
             load_config("rows.yaml", changes)
-        assert message in str(caught.value)
+        assert message in str(error.value)
         return
-    loaded = load_config("rows.yaml")
-    (tmp_path / "again.yaml").write_text(loaded.to_yaml())
-    assert load_config("again.yaml").config == loaded.config
-    assert json.loads(loaded.to_json())
+    run_config = load_config("rows.yaml")
+    (tmp_path / "again.yaml").write_text(run_config.to_yaml())
+    assert load_config("again.yaml").config == run_config.config
+    assert json.loads(run_config.to_json())
 
 
 def test_stratified_folds_read_the_column(tmp_path: Path) -> None:

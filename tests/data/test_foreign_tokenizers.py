@@ -31,7 +31,7 @@ AFFECTED: dict[str, Any] = {"normalizer": {"type": "NFC"}}
 """A change that makes a file not one of known parts."""
 
 
-def saved(**changes: Any) -> str:
+def tokenizer_json(**changes: Any) -> str:
     return json.dumps({**OWN, **changes})
 
 
@@ -84,7 +84,7 @@ def test_what_a_file_does_to_the_library_is_an_error_in_one_line(
     tmp_path: Path, case: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     changes, message = HOSTILE[case]
-    (tmp_path / "tokenizer.json").write_text(saved(**changes))
+    (tmp_path / "tokenizer.json").write_text(tokenizer_json(**changes))
     with pytest.raises(ConfigError) as error:
         use(tmp_path)
     (problem,) = error.value.problems
@@ -100,22 +100,22 @@ def use(folder: Path) -> None:
 
 
 def test_what_takes_too_long_is_ended_and_its_tokenizer_goes_on() -> None:
-    one = Limited(saved(**AFFECTED), limit_s=1)
+    limited_engine = Limited(tokenizer_json(**AFFECTED), limit_s=1)
     with pytest.raises(ConfigError, match="cannot be used to encode text: it takes more than 1 s"):
-        one.encode([TEXT * 3000])
-    assert one.decode([65, 66]) == parse_tokenizer(saved()).decode([65, 66])
+        limited_engine.encode([TEXT * 3000])
+    assert limited_engine.decode([65, 66]) == parse_tokenizer(tokenizer_json()).decode([65, 66])
 
 
 def test_a_request_has_a_gibibyte_at_most() -> None:
-    one = Limited(saved(**AFFECTED))
-    one.encode([TEXT])
-    most, _ = resource.prlimit(one.process.pid, resource.RLIMIT_DATA)
-    assert limited.LIMIT_BYTES < most < 1 << 30
+    limited_engine = Limited(tokenizer_json(**AFFECTED))
+    limited_engine.encode([TEXT])
+    data_limit, _ = resource.prlimit(limited_engine.process.pid, resource.RLIMIT_DATA)
+    assert limited.LIMIT_BYTES < data_limit < 1 << 30
 
 
 def test_preparing_data_names_the_fault(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(
-        saved(pre_tokenizer={"type": "FixedLength", "length": 0})
+        tokenizer_json(pre_tokenizer={"type": "FixedLength", "length": 0})
     )
     (tmp_path / "a.txt").write_text(TEXT)
     data = DataConfig(
@@ -151,23 +151,30 @@ def test_only_files_of_known_parts_are_run_in_this_process() -> None:
 
 
 def test_both_engines_are_alike() -> None:
-    here, apart = parse_tokenizer(saved()), parse_tokenizer(saved(**AFFECTED))
-    assert isinstance(here, BPETokenizer)
-    assert isinstance(apart, BPETokenizer)
-    assert (type(here.engine), type(apart.engine)) == (Local, Limited)
+    local_tokenizer, limited_tokenizer = (
+        parse_tokenizer(tokenizer_json()),
+        parse_tokenizer(tokenizer_json(**AFFECTED)),
+    )
+    assert isinstance(local_tokenizer, BPETokenizer)
+    assert isinstance(limited_tokenizer, BPETokenizer)
+    assert (type(local_tokenizer.engine), type(limited_tokenizer.engine)) == (Local, Limited)
     texts = [TEXT, "", "<|end|>a", "  \n\n x"]
-    for one, other in zip(here.encode_batch(texts), apart.encode_batch(texts), strict=True):
-        assert one.tolist() == other.tolist()
-    for one, other in zip(here.engine.parse(texts), apart.engine.parse(texts), strict=True):
-        assert [part.tolist() for part in one] == [part.tolist() for part in other]
-    assert here.encode_batch([]) == apart.encode_batch([]) == []
-    assert here.vocabulary == apart.vocabulary
-    assert apart.decode(apart.encode(TEXT).tolist()) == TEXT
-    assert apart.engine.parse(["<|end|>"])[0][0].tolist() == [here.end_id]
+    for result, other in zip(
+        local_tokenizer.encode_batch(texts), limited_tokenizer.encode_batch(texts), strict=True
+    ):
+        assert result.tolist() == other.tolist()
+    for result, other in zip(
+        local_tokenizer.engine.parse(texts), limited_tokenizer.engine.parse(texts), strict=True
+    ):
+        assert [part.tolist() for part in result] == [part.tolist() for part in other]
+    assert local_tokenizer.encode_batch([]) == limited_tokenizer.encode_batch([]) == []
+    assert local_tokenizer.vocabulary == limited_tokenizer.vocabulary
+    assert limited_tokenizer.decode(limited_tokenizer.encode(TEXT).tolist()) == TEXT
+    assert limited_tokenizer.engine.parse(["<|end|>"])[0][0].tolist() == [local_tokenizer.end_id]
 
 
 def test_many_texts_are_several_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = parse_tokenizer(saved(**AFFECTED))
+    tokenizer = parse_tokenizer(tokenizer_json(**AFFECTED))
     texts = [f"{n} words " * (n % 5) for n in range(40)]
     expected = [ids.tolist() for ids in tokenizer.encode_batch(texts)]
     monkeypatch.setattr(engine, "_REQUEST_BYTES", 50)
@@ -175,32 +182,37 @@ def test_many_texts_are_several_requests(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_process_that_is_gone_is_started_anew_and_ends_with_its_tokenizer() -> None:
-    one = Limited(saved(**AFFECTED, version="1.0"))
-    pid = one.process.pid
+    limited_engine = Limited(tokenizer_json(**AFFECTED, version="1.0"))
+    pid = limited_engine.process.pid
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(ConfigError, match="its process was killed by SIGKILL"):
-        one.decode([1])
-    assert one.decode([65]) == parse_tokenizer(saved()).decode([65])
-    pid = one.process.pid
-    del one
+        limited_engine.decode([1])
+    assert limited_engine.decode([65]) == parse_tokenizer(tokenizer_json()).decode([65])
+    pid = limited_engine.process.pid
+    del limited_engine
     gc.collect()
     assert process_state(pid) == GONE
 
 
 def test_signals_to_the_whole_job_leave_the_tokenizer_to_its_run() -> None:
-    one = Limited(saved(**AFFECTED))
-    pid = one.process.pid
+    limited_engine = Limited(tokenizer_json(**AFFECTED))
+    pid = limited_engine.process.pid
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         os.kill(pid, number)
-    assert one.decode([65]) == parse_tokenizer(saved()).decode([65])
-    assert one.process.pid == pid
+    assert limited_engine.decode([65]) == parse_tokenizer(tokenizer_json()).decode([65])
+    assert limited_engine.process.pid == pid
 
 
 def test_a_fork_has_a_process_of_its_own() -> None:
-    one = Limited(saved(**AFFECTED))
-    expected, process = one.decode([65, 66]), one.process.pid
+    limited_engine = Limited(tokenizer_json(**AFFECTED))
+    expected, process = limited_engine.decode([65, 66]), limited_engine.process.pid
     child = os.fork()
     if child == 0:
-        os._exit(not (one.decode([65, 66]) == expected and one.process.pid != process))
+        os._exit(
+            not (
+                limited_engine.decode([65, 66]) == expected
+                and limited_engine.process.pid != process
+            )
+        )
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert one.decode([65, 66]) == expected
+    assert limited_engine.decode([65, 66]) == expected

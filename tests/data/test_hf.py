@@ -30,7 +30,7 @@ def jsonl(path: Path, rows: list[Any]) -> str:
     return str(path)
 
 
-def both() -> list[dict[str, Any]]:
+def text_rows() -> list[dict[str, Any]]:
     return [{"text": text, "ids": ids} for text, ids in zip(TEXTS, IDS, strict=True)]
 
 
@@ -39,13 +39,13 @@ def write(kind: str, folder: Path) -> str:
     table = pa.table({"text": TEXTS, "ids": IDS})
     match kind:
         case "jsonl":
-            return jsonl(folder / "a.jsonl", both())
+            return jsonl(folder / "a.jsonl", text_rows())
         case "json":
-            (folder / "a.json").write_text(json.dumps(both()))
+            (folder / "a.json").write_text(json.dumps(text_rows()))
             return str(folder / "a.json")
         case "csv":
-            quoted = ",".join(f'"{text}"' for text in TEXTS).replace(",", ",1\n")
-            (folder / "a.csv").write_text(f"text,n\n{quoted},1\n")
+            csv_rows = ",".join(f'"{text}"' for text in TEXTS).replace(",", ",1\n")
+            (folder / "a.csv").write_text(f"text,n\n{csv_rows},1\n")
             return str(folder / "a.csv")
         case "parquet":
             pq.write_table(table, folder / "a.parquet")
@@ -120,8 +120,8 @@ def test_another_split_and_a_share_of_one(tmp_path: Path) -> None:
     source = write("hub", tmp_path)
     assert load_rows(DataConfig(source=source, source_split="test"))["text"][:] == TEXTS[:2]
     assert load_rows(DataConfig(source=source, source_split="train[:50%]"))["text"][:] == TEXTS[:2]
-    both = load_rows(DataConfig(source=source, source_split="test+train"))
-    assert both["text"][:] == TEXTS[:2] + TEXTS
+    joint_rows = load_rows(DataConfig(source=source, source_split="test+train"))
+    assert joint_rows["text"][:] == TEXTS[:2] + TEXTS
 
 
 def test_a_subset_is_chosen_by_name(tmp_path: Path) -> None:

@@ -24,14 +24,14 @@ from instar.data.text.tokenizer import ByteTokenizer
 
 def lane(items: RowLanes | FunctionLane, number: int = 0, part: int = 0, row: int = 0) -> list[Any]:
     """A lane's texts, or its ids as lists."""
-    found: list[Any] = []
+    contents: list[Any] = []
     for _, _, batch in items.open(number, part, row):
         if isinstance(batch, Ragged):
             ends = np.cumsum(batch.sizes)
-            found += [ids.tolist() for ids in np.split(batch.flat, ends[:-1])]
+            contents += [ids.tolist() for ids in np.split(batch.flat, ends[:-1])]
         else:
-            found += batch
-    return found
+            contents += batch
+    return contents
 
 
 def tokens_of(data: DataConfig) -> TokenLanes:
@@ -45,7 +45,7 @@ def parquet(folder: Path, *files: list[Any], name: str = "text", kind: Any = Non
     return str(folder / "*.parquet")
 
 
-def streamed(folder: Path, *files: list[Any], name: str = "text", **options: Any) -> Any:
+def stream_of(folder: Path, *files: list[Any], name: str = "text", **options: Any) -> Any:
     source = parquet(folder, *files, name=name, **options)
     return datasets.load_dataset("parquet", data_files=source, split="train", streaming=True)
 
@@ -62,33 +62,37 @@ def test_lanes_end_to_end_are_the_stream(tmp_path: Path, sizes: list[int], lanes
     for old in tmp_path.glob("*.parquet"):
         old.unlink()
     texts = [[f"{file}.{row}" for row in range(size)] for file, size in enumerate(sizes)]
-    items = rows(streamed(tmp_path, *texts, kind=pa.string()), lanes=lanes)
+    items = rows(stream_of(tmp_path, *texts, kind=pa.string()), lanes=lanes)
     assert items.lanes == min(lanes, len(sizes))
-    found = [lane(items, number) for number in range(items.lanes)]
-    assert [text for one in found for text in one] == [text for one in texts for text in one]
-    assert [lane(items, number) for number in range(items.lanes)] == found
+    lane_texts = [lane(items, number) for number in range(items.lanes)]
+    assert [text for part in lane_texts for text in part] == [
+        text for part in texts for text in part
+    ]
+    assert [lane(items, number) for number in range(items.lanes)] == lane_texts
     # whole files, neighbours, the first lanes with one more
     per_lane = np.array_split(np.arange(len(sizes)), items.lanes)
-    assert [len(one) for one in found] == [sum(sizes[file] for file in own) for own in per_lane]
+    assert [len(part) for part in lane_texts] == [
+        sum(sizes[file] for file in files) for files in per_lane
+    ]
 
 
 @pytest.mark.parametrize("file", ["rows.jsonl", "rows.csv", "rows.arrow"])
 def test_rows_of_other_formats_are_read(tmp_path: Path, file: str) -> None:
     texts = ["one", "", 'with "quotes"', "two\nlines", "ä"]
-    saved = datasets.Dataset.from_dict({"text": texts})
+    dataset = datasets.Dataset.from_dict({"text": texts})
     path = tmp_path / file
     if path.suffix == ".jsonl":
-        saved.to_json(path)
+        dataset.to_json(path)
     elif path.suffix == ".csv":
-        saved.to_csv(path)
+        dataset.to_csv(path)
     else:
         with (
             pa.OSFile(str(path), "wb") as sink,
-            pa.ipc.new_stream(sink, saved.features.arrow_schema) as out,
+            pa.ipc.new_stream(sink, dataset.features.arrow_schema) as out,
         ):
-            out.write_table(saved.data.table)
+            out.write_table(dataset.data.table)
     tokens = tokens_of(DataConfig(kind="stream", source=str(path)))
-    documents = [bytes(one.tolist()).decode() for *_, some in tokens.open(0) for one in some]
+    documents = [bytes(ids.tolist()).decode() for *_, batch in tokens.open(0) for ids in batch]
     assert documents == [text for text in texts if text]
 
 
@@ -97,18 +101,18 @@ def test_rows_of_other_formats_are_read(tmp_path: Path, file: str) -> None:
 )
 def test_ids_are_read_from_lists_of_any_integers(tmp_path: Path, kind: pa.DataType) -> None:
     ids = [[row, row + 1, 7] for row in range(600)]
-    stream = streamed(tmp_path, ids[:300], ids[300:], name="ids", kind=kind)
+    stream = stream_of(tmp_path, ids[:300], ids[300:], name="ids", kind=kind)
     items = rows(stream, lanes=1, field="ids", ids=True)
     assert lane(items) == ids
 
 
 def test_a_folder_of_save_to_disk_is_a_stream_of_lanes(tmp_path: Path) -> None:
-    saved = datasets.Dataset.from_dict({"text": [f"text {row}" for row in range(50)]})
-    saved.save_to_disk(tmp_path / "saved")
+    dataset = datasets.Dataset.from_dict({"text": [f"text {row}" for row in range(50)]})
+    dataset.save_to_disk(tmp_path / "saved")
     data = DataConfig(kind="stream", source=str(tmp_path / "saved"), lanes=3)
     tokens = tokens_of(data)
     assert tokens.lanes == 3
-    assert sum(len(some) for number in range(3) for *_, some in tokens.open(number)) == 50
+    assert sum(len(batch) for number in range(3) for *_, batch in tokens.open(number)) == 50
 
 
 def test_a_generator_is_read_row_by_row() -> None:
@@ -125,21 +129,21 @@ def test_a_generator_is_read_row_by_row() -> None:
 
 
 def test_a_stream_that_is_mapped_is_read_through_its_function(tmp_path: Path) -> None:
-    stream = streamed(tmp_path, ["a", "b"], ["c"]).map(lambda row: {"text": row["text"].upper()})
+    stream = stream_of(tmp_path, ["a", "b"], ["c"]).map(lambda row: {"text": row["text"].upper()})
     items = rows(stream)
     assert [lane(items, number) for number in range(2)] == [["A", "B"], ["C"]]
 
 
 def test_a_stream_that_is_shuffled_or_shared_already_is_refused(tmp_path: Path) -> None:
-    stream = streamed(tmp_path, ["a", "b"], ["c"])
-    shuffled = stream.shuffle(seed=1, buffer_size=2)
-    for unfit in (shuffled, shuffled.map(lambda row: row), shuffled.take(2)):
+    stream = stream_of(tmp_path, ["a", "b"], ["c"])
+    shuffled_stream = stream.shuffle(seed=1, buffer_size=2)
+    for unfit in (shuffled_stream, shuffled_stream.map(lambda row: row), shuffled_stream.take(2)):
         with pytest.raises(ConfigError, match="rows is already shuffled"):
             rows(unfit)
     stream.set_epoch(1)
     with pytest.raises(ConfigError, match="rows is already shuffled"):
         rows(stream)
-    shared = split_dataset_by_node(streamed(tmp_path, ["a"]), 0, 2)
+    shared = split_dataset_by_node(stream_of(tmp_path, ["a"]), 0, 2)
     with pytest.raises(ConfigError, match="rows is already shared out among nodes"):
         rows(shared)
 
@@ -148,9 +152,9 @@ def test_a_stream_that_is_shuffled_or_shared_already_is_refused(tmp_path: Path) 
 def test_a_null_is_an_empty_document(tmp_path: Path, null: int) -> None:
     texts: list[str | None] = [f"text {row}" for row in range(300)]
     texts[null] = None
-    items = rows(streamed(tmp_path, ["fine"], texts, kind=pa.string()))
-    found = [text for _, _, batch in items.open(1) for text in batch]
-    assert found == [text or "" for text in texts]
+    items = rows(stream_of(tmp_path, ["fine"], texts, kind=pa.string()))
+    documents = [text for _, _, batch in items.open(1) for text in batch]
+    assert documents == [text or "" for text in texts]
 
 
 @pytest.mark.parametrize(
@@ -160,7 +164,7 @@ def test_ids_with_a_null_are_named_after_the_rows_before_them(
     tmp_path: Path, bad: Any, what: str
 ) -> None:
     ids = [[1, 2], [], [3], bad, [4]]
-    stream = streamed(tmp_path, ids, name="ids", kind=pa.list_(pa.int32()))
+    stream = stream_of(tmp_path, ids, name="ids", kind=pa.list_(pa.int32()))
     batches = rows(stream, field="ids", ids=True).open(0)
     assert np.split(next(batches)[2].flat, [2])[0].tolist() == [1, 2]
     with pytest.raises(ConfigError, match=rf"item 3: 'ids' is {what}, not a list of token ids"):
@@ -168,7 +172,7 @@ def test_ids_with_a_null_are_named_after_the_rows_before_them(
 
 
 def test_a_field_that_is_missing_or_of_another_kind_is_named(tmp_path: Path) -> None:
-    stream = streamed(tmp_path, ["a"])
+    stream = stream_of(tmp_path, ["a"])
     with pytest.raises(ConfigError, match=r"no field 'body' \(fields: id, text\)"):
         rows(stream, field="body")
     with pytest.raises(ConfigError, match=r"item 0: 'id' is int64, not text"):
@@ -178,25 +182,27 @@ def test_a_field_that_is_missing_or_of_another_kind_is_named(tmp_path: Path) -> 
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
-    stream = streamed(tmp_path, ["a"], ["b" * 99])
-    damaged = tmp_path / "part-01.parquet"
-    damaged.write_bytes(damaged.read_bytes()[:-99])
-    with pytest.raises(pa.ArrowInvalid) as raised:
+    stream = stream_of(tmp_path, ["a"], ["b" * 99])
+    path = tmp_path / "part-01.parquet"
+    path.write_bytes(path.read_bytes()[:-99])
+    with pytest.raises(pa.ArrowInvalid) as error:
         lane(rows(stream), 1)
-    assert any("lane 1 (part-01.parquet), item 0" in note for note in raised.value.__notes__)
+    assert any("lane 1 (part-01.parquet), item 0" in note for note in error.value.__notes__)
 
 
 def test_fingerprints_tell_streams_apart(tmp_path: Path) -> None:
-    first = streamed(tmp_path, ["a", "b"], ["c"])
-    made = [rows(first), rows(first, lanes=1), rows(first, field="id")]
-    longer = streamed(tmp_path, ["a", "b"], ["c" * 50, "d"])
-    made.append(rows(longer))
-    assert len({one.fingerprint for one in made}) == len(made)
-    assert rows(longer).fingerprint == made[-1].fingerprint
+    first = stream_of(tmp_path, ["a", "b"], ["c"])
+    sources = [rows(first), rows(first, lanes=1), rows(first, field="id")]
+    longer = stream_of(tmp_path, ["a", "b"], ["c" * 50, "d"])
+    sources.append(rows(longer))
+    assert len({source.fingerprint for source in sources}) == len(sources)
+    assert rows(longer).fingerprint == sources[-1].fingerprint
 
 
-def function(made: Any, *, ids: bool = False) -> FunctionLane:
-    return FunctionLane(lambda: made() if callable(made) else made, "mine:make", "text", ids=ids)
+def function(source: Any, *, ids: bool = False) -> FunctionLane:
+    return FunctionLane(
+        lambda: source() if callable(source) else source, "mine:make", "text", ids=ids
+    )
 
 
 def test_a_function_returns_any_iterable(tmp_path: Path) -> None:
@@ -206,20 +212,20 @@ def test_a_function_returns_any_iterable(tmp_path: Path) -> None:
     def generate() -> Iterator[dict[str, str]]:
         yield from ({"text": text} for text in "ab")
 
-    for made, expected in (
+    for source, expected in (
         (["a", "b"], ["a", "b"]),
         (generate, ["a", "b"]),
         (lambda: iter("ab"), ["a", "b"]),
         (lambda: file.open(), ["a\n", "b\n"]),
         ([], []),
     ):
-        items = function(made)
+        items = function(source)
         assert lane(items) == lane(items) == expected
 
 
 def test_a_function_may_return_token_ids() -> None:
-    made = [[1, 2], np.array([3], dtype=np.uint8), {"text": (4, 5)}, []]
-    assert lane(function(made, ids=True)) == [[1, 2], [3], [4, 5], []]
+    documents = [[1, 2], np.array([3], dtype=np.uint8), {"text": (4, 5)}, []]
+    assert lane(function(documents, ids=True)) == [[1, 2], [3], [4, 5], []]
 
 
 def test_a_torch_loader_is_an_iterable_too() -> None:
@@ -231,8 +237,8 @@ def test_a_torch_loader_is_an_iterable_too() -> None:
 
 
 def test_the_same_iterator_twice_is_refused() -> None:
-    once = iter(["a"])
-    items = function(once)
+    iterator = iter(["a"])
+    items = function(iterator)
     assert lane(items) == ["a"]
     with pytest.raises(ConfigError, match=r"the same iterator again.*return a new iterable"):
         lane(items)
@@ -281,4 +287,4 @@ def test_a_config_names_the_function(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "my_stream.py").write_text("def texts():\n    return ['ab', '', 'c']\n")
     monkeypatch.syspath_prepend(tmp_path)
     tokens = tokens_of(DataConfig(kind="python", source="my_stream:texts"))
-    assert [one.tolist() for *_, some in tokens.open(0) for one in some] == [[97, 98], [99]]
+    assert [ids.tolist() for *_, batch in tokens.open(0) for ids in batch] == [[97, 98], [99]]

@@ -62,10 +62,10 @@ def test_a_slice_is_the_same_whatever_came_before(
 def test_shuffling_leaves_a_sample_in_its_lane_and_window(
     lengths: tuple[int, ...], window: int
 ) -> None:
-    plain, shuffled = LaneOrder(lengths), LaneOrder(lengths, seed=3, window=window)
+    plain, shuffled_order = LaneOrder(lengths), LaneOrder(lengths, seed=3, window=window)
     turns, ids = (
         np.divmod(epoch_of(plain), len(lengths)),
-        np.divmod(epoch_of(shuffled), len(lengths)),
+        np.divmod(epoch_of(shuffled_order), len(lengths)),
     )
     assert np.array_equal(turns[1], ids[1])
     assert np.array_equal(turns[0] // window, ids[0] // window)
@@ -74,11 +74,11 @@ def test_shuffling_leaves_a_sample_in_its_lane_and_window(
 def test_seeds_epochs_lanes_and_windows_are_shuffled_differently() -> None:
     def numbers(seed: int = 1, epoch: int = 0, lane: int = 0, window: int = 0) -> list[int]:
         ids = LaneOrder((200, 200), seed, 100).indices(epoch, 0, 400)
-        mine = ids[ids % 2 == lane] // 2
-        return (mine[window * 100 : (window + 1) * 100] - window * 100).tolist()
+        lane_ids = ids[ids % 2 == lane] // 2
+        return (lane_ids[window * 100 : (window + 1) * 100] - window * 100).tolist()
 
-    made = [numbers(), numbers(seed=2), numbers(epoch=1), numbers(lane=1), numbers(window=1)]
-    assert all(one != other for k, one in enumerate(made) for other in made[:k])
+    orders = [numbers(), numbers(seed=2), numbers(epoch=1), numbers(lane=1), numbers(window=1)]
+    assert all(order != other for k, order in enumerate(orders) for other in orders[:k])
 
 
 def test_a_place_far_away_is_reached_at_once() -> None:
@@ -106,14 +106,14 @@ def test_what_an_open_order_calls_certain_stays_true(
     lengths: tuple[int, ...], window: int, data: st.DataObject
 ) -> None:
     """However far each lane was read, and whichever ends were met."""
-    seen = [data.draw(st.integers(0, length)) for length in lengths]
+    counts = [data.draw(st.integers(0, length)) for length in lengths]
     order = LaneOrder([None] * len(lengths), seed=5, window=window)
-    for lane, (count, length) in enumerate(zip(seen, lengths, strict=True)):
+    for lane, (count, length) in enumerate(zip(counts, lengths, strict=True)):
         if count == length and data.draw(st.booleans()):
             order.end(lane, length)
-    certain = order.certain_until(seen)
-    closed = LaneOrder(lengths, seed=5, window=window)
-    assert order.indices(1, 0, certain).tolist() == epoch_of(closed, 1)[:certain]
+    certain = order.certain_until(counts)
+    closed_order = LaneOrder(lengths, seed=5, window=window)
+    assert order.indices(1, 0, certain).tolist() == epoch_of(closed_order, 1)[:certain]
     with pytest.raises(IndexError):
         order.indices(1, 0, certain + 1)
 
@@ -127,14 +127,14 @@ def test_what_is_wanted_is_enough_and_no_lane_could_do_with_a_window_less(
     for lane in data.draw(st.sets(st.sampled_from(range(len(lengths))), max_size=len(lengths) - 1)):
         order.end(lane, lengths[lane])
     stop = data.draw(st.integers(1, 200))
-    wanted = order.samples_needed(stop)
-    counts = [wanted.get(lane, 0) for lane in range(len(lengths))]
+    sample_counts = order.samples_needed(stop)
+    counts = [sample_counts.get(lane, 0) for lane in range(len(lengths))]
     assert order.certain_until(counts) >= stop
-    for lane, count in wanted.items():
+    for lane, count in sample_counts.items():
         if count:
             fewer = LaneOrder([None] * len(lengths), window=window)
-            for ended, length in order.ends.items():
-                fewer.end(ended, length)
+            for other_lane, length in order.ends.items():
+                fewer.end(other_lane, length)
             counts_less = [*counts]
             counts_less[lane] = count - window
             assert fewer.certain_until(counts_less) < stop
@@ -151,10 +151,10 @@ def test_the_end_is_unknown_until_the_last_lane_has_ended() -> None:
 
 def test_samples_are_shared_out_alike_whether_the_ends_of_lanes_are_known_or_not() -> None:
     """So that dispatched ranks train on the very parts of a step that sharded ones read."""
-    known, unknown = LaneOrder((5, 3, 4)), LaneOrder([None] * 3)
-    assert isinstance(known, Laned)
-    assert isinstance(unknown, Laned)
-    assert unknown.lane_of(0, 0, 9).tolist() == known.lane_of(0, 0, 9).tolist()
+    counted_order, open_order = LaneOrder((5, 3, 4)), LaneOrder([None] * 3)
+    assert isinstance(counted_order, Laned)
+    assert isinstance(open_order, Laned)
+    assert open_order.lane_of(0, 0, 9).tolist() == counted_order.lane_of(0, 0, 9).tolist()
 
 
 FIVE_AND_THREE = [0, 5, 3, 2, 6, 8, 9, 12]

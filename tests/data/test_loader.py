@@ -57,8 +57,8 @@ def test_a_step_never_crosses_the_end_of_an_epoch() -> None:
 def test_ranks_share_a_step_evenly_and_without_gaps(count: int, start: int, world: int) -> None:
     places = divide_step(StepPlan(start, 0, start, count), world)
     assert len(places) == world
-    assert [at for one in places for at in one] == list(range(count))
-    sizes = [len(one) for one in places]
+    assert [at for share in places for at in share] == list(range(count))
+    sizes = [len(share) for share in places]
     assert max(sizes) - min(sizes) <= 1
 
 
@@ -129,8 +129,10 @@ def test_feeds_of_any_ranks_leave_out_the_same_samples(
         for _ in range(3):
             plan = plan_step(cursor, samples, batch, drop_last=True)
             batches = [feed.take(cursor, batch, batch_size) for feed in feeds]
-            assert all(each.plan == plan for each in batches)
-            assert [number for each in batches for number in numbers_of(each)] == ids(order, plan)
+            assert all(step_batch.plan == plan for step_batch in batches)
+            assert [number for step_batch in batches for number in numbers_of(step_batch)] == ids(
+                order, plan
+            )
             cursor = plan.after
         for feed in feeds:
             feed.close()
@@ -148,7 +150,7 @@ def test_epochs_are_the_data_set_whatever_batch_accumulation_and_world_size_do(
     samples: int, stretches: list[tuple[int, int, int]], epochs: int, kind: Any, prefetch: bool
 ) -> None:
     source, order = Numbers(samples), make_order(kind, samples, seed=4)
-    seen: list[Counter[int]] = [Counter() for _ in range(epochs)]
+    epoch_counts: list[Counter[int]] = [Counter() for _ in range(epochs)]
     cursor, stretch = 0, 0
     while cursor < samples * epochs:
         world, batch_size, accumulation = stretches[stretch % len(stretches)]
@@ -160,17 +162,17 @@ def test_epochs_are_the_data_set_whatever_batch_accumulation_and_world_size_do(
             plan = plan_step(cursor, samples, batch_size * accumulation)
             batches = [feed.take(cursor, batch_size * accumulation, batch_size) for feed in feeds]
             assert all(batch.plan == plan for batch in batches)
-            taken = [number for batch in batches for number in numbers_of(batch)]
-            assert taken == ids(order, plan)
-            assert all(batch.weight == sum(n % 3 for n in taken) for batch in batches)
+            numbers = [number for batch in batches for number in numbers_of(batch)]
+            assert numbers == ids(order, plan)
+            assert all(batch.weight == sum(n % 3 for n in numbers) for batch in batches)
             micros = [micro for batch in batches for micro in batch.micro_batches]
             assert sum(micro.weight for micro in micros) == batches[0].weight
             assert sum(micro.samples for micro in micros) == plan.count
-            seen[plan.epoch].update(taken)
+            epoch_counts[plan.epoch].update(numbers)
             cursor += plan.count
         for feed in feeds:
             feed.close()
-    assert all(epoch == Counter(range(samples)) for epoch in seen)
+    assert all(epoch == Counter(range(samples)) for epoch in epoch_counts)
 
 
 @settings(deadline=None, max_examples=50)
@@ -184,9 +186,9 @@ def test_virtual_ranks_have_the_same_micro_batches_whoever_runs_them(
     samples: int, batch_size: int, accumulation: int, world: int
 ) -> None:
     source, order = Numbers(samples), Shuffled(samples, seed=4)
-    alone = local_feed(source, order, 0, 1, virtual_ranks=4)
+    single_feed = local_feed(source, order, 0, 1, virtual_ranks=4)
     shared = [local_feed(source, order, rank, world, virtual_ranks=4) for rank in range(world)]
-    each = [local_feed(source, order, rank, 4) for rank in range(4)]
+    rank_feeds = [local_feed(source, order, rank, 4) for rank in range(4)]
     for plan in steps(0, 2 * samples, samples, batch_size * accumulation):
         cut = [
             [
@@ -196,7 +198,7 @@ def test_virtual_ranks_have_the_same_micro_batches_whoever_runs_them(
                     plan.cursor, batch_size * accumulation, batch_size
                 ).micro_batches
             ]
-            for feeds in ([alone], shared, each)
+            for feeds in ([single_feed], shared, rank_feeds)
         ]
         assert cut[0] == cut[1] == cut[2]
         assert {rank for rank, *_ in cut[0]} == {0, 1, 2, 3}
@@ -204,7 +206,7 @@ def test_virtual_ranks_have_the_same_micro_batches_whoever_runs_them(
             numbers[:count] == ids(order, plan)[first : first + count]
             for _, first, count, numbers in cut[0]
         )
-    for feed in (alone, *shared, *each):
+    for feed in (single_feed, *shared, *rank_feeds):
         feed.close()
 
 
@@ -221,13 +223,13 @@ def test_prefetching_changes_nothing_but_the_time(make_split: Any) -> None:
     windows = TokenWindows(make_split(700, 333), context=8)
     order = Shuffled(len(windows), seed=2)
     with (
-        local_feed(windows, order, 1, 3, prefetch=True) as ahead,
+        local_feed(windows, order, 1, 3, prefetch=True) as prefetch_feed,
         local_feed(windows, order, 1, 3, prefetch=False) as direct,
     ):
         for plan in steps(0, 3 * len(windows), len(windows), 7):
-            one, other = ahead.take(plan.cursor, 7, 2), direct.take(plan.cursor, 7, 2)
-            assert one.weight == other.weight
-            for left, right in zip(one.micro_batches, other.micro_batches, strict=True):
+            batch, other = prefetch_feed.take(plan.cursor, 7, 2), direct.take(plan.cursor, 7, 2)
+            assert batch.weight == other.weight
+            for left, right in zip(batch.micro_batches, other.micro_batches, strict=True):
                 assert (left.weight, left.samples) == (right.weight, right.samples)
                 for name, array in left.arrays.items():
                     assert np.array_equal(array, right.arrays[name])
@@ -287,10 +289,10 @@ def test_an_error_is_raised_at_its_own_step_and_names_the_positions(prefetch: bo
     with local_feed(source, Sequential(100), prefetch=prefetch) as feed:
         for plan in steps(0, 40, 100, 8):
             feed.take(plan.cursor, 8, 8)
-        with pytest.raises(OSError, match="sample 42 cannot be read") as caught:
+        with pytest.raises(OSError, match="sample 42 cannot be read") as error:
             feed.take(40, 8, 8)
-    assert "positions 40..47 of epoch 0" in caught.value.__notes__[0]
-    assert "read" in [entry.name for entry in caught.traceback]
+    assert "positions 40..47 of epoch 0" in error.value.__notes__[0]
+    assert "read" in [entry.name for entry in error.traceback]
 
 
 def test_a_source_that_gives_too_few_samples_is_an_error() -> None:

@@ -42,7 +42,7 @@ def meta(**changes: object) -> bytes:
     return pickle.dumps({**META, **changes})
 
 
-def doubled(times: int) -> list[Any]:
+def doubling_list(times: int) -> list[Any]:
     """A list that holds one list twice, which does too, and so on: short as a pickle, endless as text."""
     value: list[Any] = []
     for _ in range(times):
@@ -71,7 +71,7 @@ HOSTILE = {
     "memory of nothing": (b"\x80\x02h\x05.", "damaged"),
     "keys that are nested": (b"\x80\x02})" + b"\x85" * 100_000 + b"K\x01s.", "a key is a tuple"),
     "a size of lists within lists": (
-        meta(vocab_size=doubled(60)),
+        meta(vocab_size=doubling_list(60)),
         "`vocab_size` is a list, and `stoi` has 8 characters",
     ),
     "a size nested deep": (

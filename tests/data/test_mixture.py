@@ -22,7 +22,7 @@ from instar.data.source import TokenWindows
 seeds = st.integers(0, 2**63 - 1)
 
 
-def several(*sizes: int) -> Concatenated:
+def concatenation(*sizes: int) -> Concatenated:
     firsts = np.cumsum([0, *sizes]).tolist()
     return Concatenated([Numbers(n, first) for n, first in zip(sizes, firsts, strict=False)])
 
@@ -31,22 +31,22 @@ def several(*sizes: int) -> Concatenated:
 @given(sizes=st.lists(st.integers(0, 12), min_size=1, max_size=4), data=st.data())
 def test_sources_end_to_end_are_one(sizes: list[int], data: st.DataObject) -> None:
     total = sum(sizes)
-    whole, joined = Numbers(total), several(*sizes)
-    assert len(joined) == total
+    reference, source = Numbers(total), concatenation(*sizes)
+    assert len(source) == total
     if not total:
         return
     ids = np.array(data.draw(st.lists(st.integers(0, total - 1), min_size=1, max_size=10)))
-    read = joined.read(ids, epoch=3)
-    assert same(read, stack([whole.sample(index, 3) for index in ids.tolist()]))
-    assert joined.weights(ids) == whole.weights(ids)
+    read = source.read(ids, epoch=3)
+    assert same(read, stack([reference.sample(index, 3) for index in ids.tolist()]))
+    assert source.weights(ids) == reference.weights(ids)
 
 
 def test_a_part_with_other_columns_is_named(make_split: object) -> None:
     windows = TokenWindows(make_split(40), context=4)  # type: ignore[operator]
-    mixed = Concatenated([Numbers(5), Numbers(5), windows])
-    mixed.read(np.array([0, 7]))
+    mixture = Concatenated([Numbers(5), Numbers(5), windows])
+    mixture.read(np.array([0, 7]))
     with pytest.raises(ValueError, match="part 2 of the mixture has inputs, targets, not number"):
-        mixed.read(np.array([0, 12, 7]))
+        mixture.read(np.array([0, 12, 7]))
 
 
 def test_an_error_within_a_part_names_it() -> None:
@@ -54,24 +54,25 @@ def test_an_error_within_a_part_names_it() -> None:
         def read(self, *_: object) -> dict[str, object]:
             raise OSError("gone")
 
-    with pytest.raises(OSError, match="gone") as caught:
+    with pytest.raises(OSError, match="gone") as error:
         Concatenated([Numbers(3), Broken(3)]).read(np.array([1, 4]))
-    assert caught.value.__notes__ == ["in part 1 of the mixture"]
+    assert error.value.__notes__ == ["in part 1 of the mixture"]
 
 
 @pytest.mark.parametrize("index", [-1, 7])
 def test_a_sample_outside_is_refused(index: int) -> None:
     with pytest.raises(IndexError, match="of 7"):
-        several(3, 4).read(np.array([index]))
+        concatenation(3, 4).read(np.array([index]))
 
 
 def test_fingerprints_tell_what_is_mixed_and_in_which_order() -> None:
-    one, two = Numbers(3), Numbers(4)
-    made = [
-        Concatenated(parts).fingerprint for parts in ([one], [one, two], [two, one], [one, two])
+    first, second = Numbers(3), Numbers(4)
+    fingerprints = [
+        Concatenated(parts).fingerprint
+        for parts in ([first], [first, second], [second, first], [first, second])
     ]
-    assert made[1] == made[3]
-    assert len(set(made)) == 3
+    assert fingerprints[1] == fingerprints[3]
+    assert len(set(fingerprints)) == 3
 
 
 @settings(deadline=None, max_examples=30)
@@ -90,24 +91,25 @@ def test_shares_are_exact_and_each_part_comes_in_its_own_order(
     n = sum(sizes)
     assert order.samples_per_epoch == n
     epochs = first_epoch + 1 + 2 * PERIOD // n
-    drawn = np.concatenate([order.indices(epoch, 0, n) for epoch in range(epochs)])
+    indices = np.concatenate([order.indices(epoch, 0, n) for epoch in range(epochs)])
     firsts = np.cumsum([0, *sizes])
-    origin = np.searchsorted(firsts, drawn, side="right") - 1
-    for begin in range(0, drawn.size - PERIOD + 1, PERIOD):
+    origin = np.searchsorted(firsts, indices, side="right") - 1
+    for begin in range(0, indices.size - PERIOD + 1, PERIOD):
         counts = np.bincount(origin[begin : begin + PERIOD], minlength=len(sizes))
         assert counts.tolist() == mixture_shares(weights)
     for number, part in enumerate(order.parts):
-        mine = drawn[origin == number] - firsts[number]
+        part_indices = indices[origin == number] - firsts[number]
         size = sizes[number]
-        own = np.concatenate(
-            [part.order.indices(epoch, 0, size) for epoch in range(-(-mine.size // size))] or [mine]
+        expected = np.concatenate(
+            [part.order.indices(epoch, 0, size) for epoch in range(-(-part_indices.size // size))]
+            or [part_indices]
         )
-        assert np.array_equal(mine, own[: mine.size])
+        assert np.array_equal(part_indices, expected[: part_indices.size])
 
     start = data.draw(st.integers(0, n))
     stop = data.draw(st.integers(start, n))
-    found = order.indices(first_epoch, start, stop)
-    assert np.array_equal(found, drawn[first_epoch * n + start : first_epoch * n + stop])
+    stretch = order.indices(first_epoch, start, stop)
+    assert np.array_equal(stretch, indices[first_epoch * n + start : first_epoch * n + stop])
 
 
 def test_turns_are_shuffled_anew_in_each_period() -> None:
@@ -124,8 +126,8 @@ def test_turns_are_shuffled_anew_in_each_period() -> None:
 def test_parts_of_the_same_size_have_orders_of_their_own() -> None:
     order = mixture_order(Shuffled, (500, 500), (1, 1), seed=4)
     assert isinstance(order, Mixed)
-    one, two = (part.order.indices(0, 0, 500) for part in order.parts)
-    assert np.count_nonzero(one == two) < 10
+    first, second = (part.order.indices(0, 0, 500) for part in order.parts)
+    assert np.count_nonzero(first == second) < 10
 
 
 def test_an_order_that_repeats_draws_counts_as_many_as_it_draws() -> None:
@@ -134,9 +136,9 @@ def test_an_order_that_repeats_draws_counts_as_many_as_it_draws() -> None:
 
     order = mixture_order(make, (1000, 500), (1, 3), seed=0)
     assert order.samples_per_epoch == 150
-    drawn = order.indices(0, 0, 150)
-    assert (drawn >= 1000).sum() > 75
-    assert drawn.max() < 1500
+    indices = order.indices(0, 0, 150)
+    assert (indices >= 1000).sum() > 75
+    assert indices.max() < 1500
 
 
 def test_without_weights_each_sample_comes_once() -> None:
@@ -145,12 +147,12 @@ def test_without_weights_each_sample_comes_once() -> None:
 
 @given(weights=st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=40))
 def test_shares_follow_the_weights(weights: list[float]) -> None:
-    found = mixture_shares(weights)
-    assert sum(found) == PERIOD
-    assert min(found) >= 1
+    shares = mixture_shares(weights)
+    assert sum(shares) == PERIOD
+    assert min(shares) >= 1
     quotas = np.array(weights) / sum(weights) * PERIOD
     if quotas.min() >= 1:
-        assert np.abs(np.array(found) - quotas).max() < 1
+        assert np.abs(np.array(shares) - quotas).max() < 1
 
 
 def test_shares_of_known_weights() -> None:

@@ -31,8 +31,8 @@ def test_turns_are_even_at_every_prefix(weights: list[float]) -> None:
     turns = np.tile(even_turns(tuple(shares)), 3)
     prefix = np.arange(1, turns.size + 1)
     for number, weight in enumerate(weights):
-        drawn = np.cumsum(turns == number)
-        assert np.abs(drawn - prefix * (weight / sum(weights))).max() < 1
+        counts = np.cumsum(turns == number)
+        assert np.abs(counts - prefix * (weight / sum(weights))).max() < 1
 
 
 @pytest.mark.parametrize(
@@ -66,25 +66,27 @@ def test_every_part_goes_on_in_its_own_order_through_all_stages(
 ) -> None:
     sizes = (7, 20, 11)
     order = mixture_order(Shuffled, sizes, (1, 1, 1), seed)
-    drawn, samples = (0, 0, 0), list[int]()
+    begin, samples = (0, 0, 0), list[int]()
     for weights, length in stages:
-        stage = order.at_stage(MixtureStage(tuple(weights), drawn))  # type: ignore[attr-defined]
+        stage = order.at_stage(MixtureStage(tuple(weights), begin))  # type: ignore[attr-defined]
         per_epoch, place, of_stage = stage.samples_per_epoch, 0, list[int]()
         while place < length:
             epoch, start = divmod(place, per_epoch)
             stop = min(per_epoch, start + length - place, start + 5)
             of_stage += stage.indices(epoch, start, stop).tolist()
             place += stop - start
-            assert stage.counts(place)[0] == drawn[0] + sum(index < 7 for index in of_stage)
+            assert stage.counts(place)[0] == begin[0] + sum(index < 7 for index in of_stage)
         samples += of_stage
         parts = np.searchsorted(np.cumsum(sizes), of_stage, side="right")
-        drawn = tuple(before + int((parts == number).sum()) for number, before in enumerate(drawn))  # type: ignore[assignment]
-        assert stage.counts(length) == drawn
+        begin = tuple(before + int((parts == number).sum()) for number, before in enumerate(begin))  # type: ignore[assignment]
+        assert stage.counts(length) == begin
     firsts = (0, 7, 27)
     for number, (first, size) in enumerate(zip(firsts, sizes, strict=True)):
-        own = [index - first for index in samples if first <= index < first + size]
+        part_samples = [index - first for index in samples if first <= index < first + size]
         part = order.parts[number].order  # type: ignore[attr-defined]
-        wanted = [
-            index for epoch in range(len(own) // size + 1) for index in part.indices(epoch, 0, size)
+        expected = [
+            index
+            for epoch in range(len(part_samples) // size + 1)
+            for index in part.indices(epoch, 0, size)
         ]
-        assert own == wanted[: len(own)]
+        assert part_samples == expected[: len(part_samples)]

@@ -63,19 +63,19 @@ def dataset(place: Path) -> Path:
 
 
 def odd_shard(place: Path, make: Callable[[Path], Path]) -> None:
-    there = dataset(place)
-    shard = next(there.glob("*.safetensors"))
+    dataset_folder = dataset(place)
+    shard = next(dataset_folder.glob("*.safetensors"))
     shard.unlink()
     make(shard)
-    open_dataset(there)
+    open_dataset(dataset_folder)
 
 
 def odd_record(place: Path, make: Callable[[Path], Path]) -> None:
-    there = dataset(place)
-    record = there / "dataset.json"
+    dataset_folder = dataset(place)
+    record = dataset_folder / "dataset.json"
     record.unlink()
     make(record)
-    open_dataset(there)
+    open_dataset(dataset_folder)
 
 
 def odd_tokenizer(place: Path, make: Callable[[Path], Path]) -> None:
@@ -117,18 +117,18 @@ def odd_import(place: Path, make: Callable[[Path], Path]) -> None:
     import_folder(place, place / "new")
 
 
-READERS = [each for name, each in list(globals().items()) if name.startswith("odd_")]
+READERS = [reader for name, reader in list(globals().items()) if name.startswith("odd_")]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("reader", READERS, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)
 def test_what_is_no_regular_file_is_told_at_once(
     reader: Callable[[Path, Callable[[Path], Path]], None], kind: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(InstarError) as raised:
+    with pytest.raises(InstarError) as error:
         reader(tmp_path, KINDS[kind])
-    assert str(tmp_path) in str(raised.value)
-    assert "Traceback" not in str(raised.value)
+    assert str(tmp_path) in str(error.value)
+    assert "Traceback" not in str(error.value)
 
 
 def test_a_named_pipe_is_called_what_it_is(tmp_path: Path) -> None:
@@ -140,16 +140,16 @@ def test_a_folder_that_cannot_be_listed_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is in it would else be left out without a word. Root may list all, so the system's answer is replaced."""
-    locked = tmp_path / "locked"
-    locked.mkdir()
+    locked_folder = tmp_path / "locked"
+    locked_folder.mkdir()
     (tmp_path / "a.txt").write_text("some text")
     scandir = os.scandir
 
     def refuse(path: Any) -> Any:
-        if Path(path) == locked:
+        if Path(path) == locked_folder:
             raise PermissionError(13, "Permission denied", str(path))
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(ConfigError, match=f"cannot list {locked}: Permission denied"):
+    with pytest.raises(ConfigError, match=f"cannot list {locked_folder}: Permission denied"):
         open_corpus(str(tmp_path), "text")

@@ -65,10 +65,10 @@ RANDOM_1E9 = [689665619, 837700506, 760769855, 575705021]
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     orders = [epoch_of(Shuffled(1000, seed), epoch) for seed in (1, 2) for epoch in (0, 1)]
-    for number, one in enumerate(orders):
+    for number, order in enumerate(orders):
         for other in orders[:number]:
             # two independent permutations agree at one place on average
-            assert np.count_nonzero(one == other) <= 8
+            assert np.count_nonzero(order == other) <= 8
 
 
 @pytest.mark.repeated
@@ -97,8 +97,8 @@ def test_neighbours_and_successive_epochs_are_unrelated(n: int) -> None:
 
 
 def test_random_windows_draw_evenly_and_with_replacement() -> None:
-    drawn = RandomWindows(50, samples_per_epoch=50_000, seed=5).indices(0, 0, 50_000)
-    counts = np.bincount(drawn, minlength=50)
+    indices = RandomWindows(50, samples_per_epoch=50_000, seed=5).indices(0, 0, 50_000)
+    counts = np.bincount(indices, minlength=50)
     assert counts.size == 50
     chi_square = float(((counts - 1000) ** 2 / 1000).sum())
     assert abs(chi_square - 49) < 5 * (2 * 49) ** 0.5

@@ -17,27 +17,27 @@ COSTS = st.lists(st.integers(0, 10_000), max_size=80)
 def test_every_sample_has_one_place_and_slices_are_even(costs: list[int], slices: int) -> None:
     places = balance_costs(np.array(costs, dtype=np.int64), slices)
     assert sorted(np.concatenate(places).tolist()) == list(range(len(costs)))
-    counts = [len(one) for one in places]
+    counts = [len(part) for part in places]
     assert max(counts) - min(counts) <= 1
-    assert all(np.all(np.diff(one) > 0) for one in places)
+    assert all(np.all(np.diff(part) > 0) for part in places)
 
 
 @given(COSTS, st.integers(1, 9))
 def test_work_differs_by_one_sample_at_most(costs: list[int], slices: int) -> None:
     """Within the turns that are whole, and by one more where the last is not."""
     work = [
-        sum(costs[place] for place in one)
-        for one in balance_costs(np.array(costs, dtype=np.int64), slices)
+        sum(costs[place] for place in part)
+        for part in balance_costs(np.array(costs, dtype=np.int64), slices)
     ]
     assert max(work) - min(work) <= 2 * max(costs, default=0)
 
 
 def test_graphs_of_many_sizes_are_nearly_the_same_work() -> None:
-    drawn = np.random.default_rng(0).integers(64, 257, (200, 64))
+    costs = np.random.default_rng(0).integers(64, 257, (200, 64))
     spread = [
-        np.ptp([row[one].sum() for one in balance_costs(row, 2)]) / row.sum() for row in drawn
+        np.ptp([row[part].sum() for part in balance_costs(row, 2)]) / row.sum() for row in costs
     ]
-    contiguous = [abs(int(row[:32].sum() - row[32:].sum())) / row.sum() for row in drawn]
+    contiguous = [abs(int(row[:32].sum() - row[32:].sum())) / row.sum() for row in costs]
     assert np.median(spread) < 0.002 < 0.02 < np.median(contiguous)
 
 
@@ -46,14 +46,16 @@ def test_a_reader_shares_by_work_and_loses_nothing() -> None:
     source = CostedSource(InMemorySource({"x": np.arange(40)}), costs)
     order = make_order("shuffled", 40, seed=3)
     request = ReadRequest(0, StepKey(0, 24, 12), read_ahead=False)
-    seen = []
+    samples_of_ranks = []
     for rank in range(3):
         reader = LocalReader(source, order, 3, range(rank, rank + 1), "a rank")
         (step,) = reader.read(request).values()
         assert not isinstance(step, Exception)
         (micro,) = step.micro_batches
         assert micro.samples == 8
-        seen.append(np.asarray(micro.arrays["x"]))
-    assert sorted(np.concatenate(seen).tolist()) == sorted(order.indices(0, 0, 24).tolist())
-    work = [int(costs[one].sum()) for one in seen]
+        samples_of_ranks.append(np.asarray(micro.arrays["x"]))
+    assert sorted(np.concatenate(samples_of_ranks).tolist()) == sorted(
+        order.indices(0, 0, 24).tolist()
+    )
+    work = [int(costs[numbers].sum()) for numbers in samples_of_ranks]
     assert max(work) - min(work) < 0.2 * sum(work) / 3

@@ -54,14 +54,14 @@ def test_documents_are_split_whole_and_kept_apart(
     )
     folder = prepare_dataset(data, seed=5, path=tmp_path / "set")
     words = {name: text.split(separator) for name, text in texts_of(folder).items()}
-    assert {name: len(found) for name, found in words.items()} == {
+    assert {name: len(documents) for name, documents in words.items()} == {
         "train": 70,
         "val": 20,
         "test": 10,
     }
-    found = [word for split in words.values() for word in split]
+    documents = [word for split in words.values() for word in split]
     if tokenizer != "char":  # held-out characters may be unknown
-        assert sorted(found) == [f"word{n:03d}" for n in range(100)]
+        assert sorted(documents) == [f"word{n:03d}" for n in range(100)]
     verify_tokens(open_dataset(folder))
 
 
@@ -101,13 +101,13 @@ def test_without_a_test_fraction_there_is_no_test_split(tmp_path: Path, rows: Pa
 def test_splits_are_disjoint_and_together_everything(
     sizes: list[int], val: float, test: float, seed: int
 ) -> None:
-    wanted = np.array(sizes, dtype=np.int64)
-    covered = [np.zeros(size, dtype=int) for size in sizes]
-    for parts in divide(wanted, val, test, seed).values():
+    document_sizes = np.array(sizes, dtype=np.int64)
+    coverage = [np.zeros(size, dtype=int) for size in sizes]
+    for parts in divide(document_sizes, val, test, seed).values():
         assert np.all(np.diff(parts[:, 0]) > 0)
         for document, begin, end in parts:
-            covered[document][begin:end] += 1
-    assert all((document == 1).all() for document in covered)
+            coverage[document][begin:end] += 1
+    assert all((document == 1).all() for document in coverage)
 
 
 @settings(deadline=None)
@@ -120,11 +120,13 @@ def test_splits_are_disjoint_and_together_everything(
 def test_splits_have_nearly_the_sizes_asked_for(
     sizes: list[int], val: float, test: float, seed: int
 ) -> None:
-    wanted = np.array(sizes, dtype=np.int64)
-    parts = divide(wanted, val, test, seed)
+    document_sizes = np.array(sizes, dtype=np.int64)
+    parts = divide(document_sizes, val, test, seed)
     for name, share in (("train", 1 - val - test), ("val", val), ("test", test)):
-        realised = int((parts[name][:, 2] - parts[name][:, 1]).sum())
-        assert abs(realised - share * wanted.sum()) <= max(0.5 * share * wanted.sum(), 1)
+        size = int((parts[name][:, 2] - parts[name][:, 1]).sum())
+        assert abs(size - share * document_sizes.sum()) <= max(
+            0.5 * share * document_sizes.sum(), 1
+        )
 
 
 def test_max_bytes_takes_whole_documents_from_all_over(tmp_path: Path, rows: Path) -> None:
@@ -144,8 +146,8 @@ def test_bpe_is_trained_on_no_more_than_a_sample(
     prepare_dataset(data, 1, tmp_path / "whole")
     monkeypatch.setattr(preparing, "_BPE_SAMPLE_BYTES", 7)
     prepare_dataset(data, 1, tmp_path / "sampled")
-    whole, sampled = (open_dataset(tmp_path / name) for name in ("whole", "sampled"))
-    assert 257 < sampled.vocab_size < whole.vocab_size
+    full_set, small_set = (open_dataset(tmp_path / name) for name in ("whole", "sampled"))
+    assert 257 < small_set.vocab_size < full_set.vocab_size
 
 
 def test_held_out_characters_are_unknown(tmp_path: Path) -> None:
@@ -194,11 +196,15 @@ def test_a_path_may_be_spelled_in_another_way(
         Path(folder).mkdir()
     for name in ("a.txt", "held.txt"):
         Path("texts", name).write_text("some text\n" * 50)
-    trained = prepare_dataset(
+    tokenizer_folder = prepare_dataset(
         DataConfig(source="texts/a.txt", tokenizer="bpe", vocab_size=260), 1, "tok"
     )
     Path("link").symlink_to("texts")
-    fields = {"source": "texts/a.txt", "val_source": "texts/held.txt", "tokenizer": str(trained)}
+    fields = {
+        "source": "texts/a.txt",
+        "val_source": "texts/held.txt",
+        "tokenizer": str(tokenizer_folder),
+    }
     first = ensure_dataset(DataConfig(**fields, path=str(tmp_path / "set")), 1)
     ways = [
         {"source": "./texts/../texts/a.txt", "val_source": "link/held.txt"},
@@ -206,15 +212,22 @@ def test_a_path_may_be_spelled_in_another_way(
         {"source": "link/a.txt", "tokenizer": "../" + tmp_path.name + "/tok"},
     ]
     for way in ways:
-        again = DataConfig(**fields | way, path=str(tmp_path / "set"))
-        assert ensure_dataset(again, 1).fingerprint == first.fingerprint
+        data = DataConfig(**fields | way, path=str(tmp_path / "set"))
+        assert ensure_dataset(data, 1).fingerprint == first.fingerprint
     # from another folder, too, for what was read is remembered by where it was
     monkeypatch.chdir("elsewhere")
-    away = {"source": "../texts/a.txt", "val_source": "../texts/held.txt", "tokenizer": "../tok"}
-    assert ensure_dataset(DataConfig(**away, path=str(tmp_path / "set")), 1)
+    relative_fields = {
+        "source": "../texts/a.txt",
+        "val_source": "../texts/held.txt",
+        "tokenizer": "../tok",
+    }
+    assert ensure_dataset(DataConfig(**relative_fields, path=str(tmp_path / "set")), 1)
     with pytest.raises(ConfigError, match="was made otherwise: source="):
         ensure_dataset(
-            DataConfig(**away | {"source": "../texts/held.txt"}, path=str(tmp_path / "set")), 1
+            DataConfig(
+                **relative_fields | {"source": "../texts/held.txt"}, path=str(tmp_path / "set")
+            ),
+            1,
         )
 
 
@@ -297,21 +310,21 @@ def test_two_processes_at_once_end_with_one_valid_set(tmp_path: Path, rows: Path
     for racer in racers:
         assert racer.stdout is not None
         racer.stdout.readline()
-    said = [racer.communicate("go\n", timeout=60)[0].strip() for racer in racers]
+    outputs = [racer.communicate("go\n", timeout=60)[0].strip() for racer in racers]
     assert [racer.returncode for racer in racers] == [0, 0]
-    assert said[0] == said[1] == open_dataset(tmp_path / "set").fingerprint
+    assert outputs[0] == outputs[1] == open_dataset(tmp_path / "set").fingerprint
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl", "set"]
 
 
 def test_a_saved_tokenizer_is_used_as_it_is(tmp_path: Path, rows: Path) -> None:
-    saved = train_bpe(["word000 word001"] * 20, 270)
+    tokenizer = train_bpe(["word000 word001"] * 20, 270)
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "tokenizer.json").write_text(saved.to_json())
+    (tmp_path / "mine" / "tokenizer.json").write_text(tokenizer.to_json())
     data = DataConfig(source=str(rows), tokenizer=str(tmp_path / "mine"), vocab_size=9999)
     folder = prepare_dataset(data, 1, tmp_path / "set")
     dataset = open_dataset(folder)
-    assert dataset.tokenizer_fingerprint == saved.fingerprint
-    assert dataset.vocab_size == saved.vocab_size
+    assert dataset.tokenizer_fingerprint == tokenizer.fingerprint
+    assert dataset.vocab_size == tokenizer.vocab_size
     assert sum(text.count("word") for text in texts_of(folder).values()) == 100
     assert default_path(data, 1).startswith("data/rows-mine-")
     assert default_path(data.model_copy(update={"tokenizer": "a/b.json"}), 1)[:12] == "data/rows-b-"
@@ -351,8 +364,8 @@ def test_what_is_held_out_may_have_a_source_of_its_own(
         for name, text in texts_of(prepare_dataset(data, 5, tmp_path / "set")).items()
     }
     assert words.pop("train") == [f"word{n:03d}" for n in range(100)]
-    assert [len(found) for found in words.values()] == sizes
-    held_out = [word for found in words.values() for word in found]
+    assert [len(documents) for documents in words.values()] == sizes
+    held_out = [word for documents in words.values() for word in documents]
     assert sorted(held_out) == [f"held{n:02d}" for n in range(40)]
 
 
@@ -387,11 +400,11 @@ def test_a_long_document_is_the_same_tokens_wherever_it_is_read_from(
     monkeypatch.setattr("instar.data.text.tokenizer._PIECE_CHARACTERS", 50)
     monkeypatch.setattr("instar.data.text.corpus._PIECE_BYTES", 64)
     text = "def one():\n\n    return  'naïve'\n\n" * 30 + "        last"
-    saved = train_bpe([text], 300)
-    (tmp_path / "bpe.json").write_text(saved.to_json())
+    tokenizer = train_bpe([text], 300)
+    (tmp_path / "bpe.json").write_text(tokenizer.to_json())
     (tmp_path / "a.txt").write_text(text)
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}) + "\n")
-    found = []
+    tokens = []
     for name in ("a.txt", "a.jsonl"):
         data = DataConfig(
             source=str(tmp_path / name),
@@ -399,9 +412,9 @@ def test_a_long_document_is_the_same_tokens_wherever_it_is_read_from(
             tokenizer=str(tmp_path / "bpe.json"),
         )
         dataset = open_dataset(prepare_dataset(data, 1, tmp_path / f"set-{name}"))
-        found.append(dataset.split("train").read(0, len(dataset.split("train"))).tolist())
-    assert found[0] == found[1]
-    assert saved.decode(found[0]) == text
+        tokens.append(dataset.split("train").read(0, len(dataset.split("train"))).tolist())
+    assert tokens[0] == tokens[1]
+    assert tokenizer.decode(tokens[0]) == text
 
 
 def write_texts(folder: Path, texts: list[str]) -> Path:
@@ -416,14 +429,16 @@ def test_documents_that_leak_between_splits_are_counted_and_one_key_removes_them
 ) -> None:
     copies = [f"text number {number % 50:03} of many" for number in range(200)]
     data = DataConfig(kind=kind, source=str(write_texts(tmp_path, copies)), val_fraction=0.1)
-    said: list[str] = []
-    prepare_dataset(data, 1, tmp_path / "all", said.append)
-    assert any(" of val are trained on too, word for word; data.drop_dup" in text for text in said)
-    said = []
-    once = data.model_copy(update={"drop_duplicates": True})
-    folder = prepare_dataset(once, 1, tmp_path / "once", said.append)
-    assert said[0] == "left out 150 of 200 documents, which are there before"
-    assert not any("trained on too" in text for text in said)
+    messages: list[str] = []
+    prepare_dataset(data, 1, tmp_path / "all", messages.append)
+    assert any(
+        " of val are trained on too, word for word; data.drop_dup" in text for text in messages
+    )
+    messages = []
+    unique_data = data.model_copy(update={"drop_duplicates": True})
+    folder = prepare_dataset(unique_data, 1, tmp_path / "once", messages.append)
+    assert messages[0] == "left out 150 of 200 documents, which are there before"
+    assert not any("trained on too" in text for text in messages)
     assert sorted("\n".join(texts_of(folder).values()).split("\n")) == sorted(set(copies))
     with pytest.raises(ConfigError, match="drop_duplicates=True, not False"):
         prepare_dataset(data, 1, folder)
@@ -432,15 +447,15 @@ def test_documents_that_leak_between_splits_are_counted_and_one_key_removes_them
 def test_what_val_source_holds_out_is_not_trained_on(tmp_path: Path) -> None:
     source = write_texts(tmp_path, [f"text number {number}" for number in range(40)])
     (tmp_path / "held").mkdir()
-    held = write_texts(tmp_path / "held", [f"text number {number}" for number in range(30, 60)])
-    said: list[str] = []
-    data = DataConfig(source=str(source), val_source=str(held), test_fraction=0)
-    prepare_dataset(data, 1, tmp_path / "all", said.append)
-    assert any("warning: 10 of 30 documents of val are trained on too" in text for text in said)
-    said = []
-    once = data.model_copy(update={"drop_duplicates": True})
-    folder = prepare_dataset(once, 1, tmp_path / "once", said.append)
-    assert said[0] == "left out 10 of 40 documents, which are there before or held out"
+    val_path = write_texts(tmp_path / "held", [f"text number {number}" for number in range(30, 60)])
+    messages: list[str] = []
+    data = DataConfig(source=str(source), val_source=str(val_path), test_fraction=0)
+    prepare_dataset(data, 1, tmp_path / "all", messages.append)
+    assert any("warning: 10 of 30 documents of val are trained on too" in text for text in messages)
+    messages = []
+    unique_data = data.model_copy(update={"drop_duplicates": True})
+    folder = prepare_dataset(unique_data, 1, tmp_path / "once", messages.append)
+    assert messages[0] == "left out 10 of 40 documents, which are there before or held out"
     assert texts_of(folder)["train"].split("\n") == [
         f"text number {number}" for number in range(30)
     ]
@@ -450,12 +465,13 @@ def test_of_few_files_each_is_held_out_from(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     for name in "abc":
         (tmp_path / "texts" / f"{name}.txt").write_text(name * 1000)
-    said: list[str] = []
+    messages: list[str] = []
     folder = prepare_dataset(
-        DataConfig(source=str(tmp_path / "texts")), 1, tmp_path / "set", said.append
+        DataConfig(source=str(tmp_path / "texts")), 1, tmp_path / "set", messages.append
     )
     assert (
-        "3 documents are too few or too unequal to hold out whole ones: the end of each" in said[0]
+        "3 documents are too few or too unequal to hold out whole ones: the end of each"
+        in messages[0]
     )
     for name, text in texts_of(folder).items():
         assert {letter: text.count(letter) for letter in "abc"} == dict.fromkeys(
@@ -471,17 +487,17 @@ def test_files_about_a_data_set_are_left_out_by_name(tmp_path: Path) -> None:
         (tmp_path / "hub" / name).write_text("about the data set\n" * 99)
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "hub" / "linked").symlink_to(tmp_path / "elsewhere")
-    said: list[str] = []
+    messages: list[str] = []
     folder = prepare_dataset(
-        DataConfig(source=str(tmp_path / "hub")), 1, tmp_path / "set", said.append
+        DataConfig(source=str(tmp_path / "hub")), 1, tmp_path / "set", messages.append
     )
-    assert said[0].endswith(
+    assert messages[0].endswith(
         "hub: LICENSE.txt, README.md, dataset_infos.json, metadata.csv, linked/ (a link) and 1 more"
     )
     assert "about" not in "".join(texts_of(folder).values())
     # the same file beside text alone is a document
     (rows / "texts.jsonl").rename(tmp_path / "hub" / "notes.txt")
     (tmp_path / "hub" / "dataset_infos.json").unlink()
-    said = []
-    prepare_dataset(DataConfig(source=str(tmp_path / "hub")), 1, tmp_path / "text", said.append)
-    assert "README.md" not in said[0]
+    messages = []
+    prepare_dataset(DataConfig(source=str(tmp_path / "hub")), 1, tmp_path / "text", messages.append)
+    assert "README.md" not in messages[0]

@@ -36,7 +36,7 @@ THOUGHTS_OPENED = {
 """Their prompt begins with a thought, or with none, and an answer of the conversation otherwise: refused for some rows"""
 
 
-def said(role: str, content: str | None, **more: Any) -> dict[str, Any]:
+def chat_message(role: str, content: str | None, **more: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **more}
 
 
@@ -44,30 +44,33 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b
 NUMBER = {"type": "integer", "description": "a number"}
 ADD = {"type": "object", "properties": {"a": NUMBER, "b": NUMBER}, "required": ["a", "b"]}
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "+", "parameters": ADD}}]
-QUESTION, ANSWER = said("user", "Why?"), said("assistant", "Because.")
-SECOND = [said("user", "And?"), said("assistant", "So.")]
-RESULT = [said("tool", "3", name="add"), said("assistant", "It is 3.")]
+QUESTION, ANSWER = chat_message("user", "Why?"), chat_message("assistant", "Because.")
+SECOND = [chat_message("user", "And?"), chat_message("assistant", "So.")]
+RESULT = [chat_message("tool", "3", name="add"), chat_message("assistant", "It is 3.")]
 ROWS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "a turn": ([QUESTION, ANSWER], {}),
     "two turns": ([QUESTION, ANSWER, *SECOND], {}),
-    "a system turn": ([said("system", "Be kind."), QUESTION, ANSWER], {}),
-    "a system turn and two": ([said("system", "Be kind."), QUESTION, ANSWER, *SECOND], {}),
+    "a system turn": ([chat_message("system", "Be kind."), QUESTION, ANSWER], {}),
+    "a system turn and two": ([chat_message("system", "Be kind."), QUESTION, ANSWER, *SECOND], {}),
     "tools": (
-        [said("user", "1+2?"), said("assistant", "", tool_calls=[CALL]), *RESULT],
+        [chat_message("user", "1+2?"), chat_message("assistant", "", tool_calls=[CALL]), *RESULT],
         {"tools": TOOLS},
     ),
     "tools, no content": (
-        [said("user", "1+2?"), said("assistant", None, tool_calls=[CALL]), *RESULT],
+        [chat_message("user", "1+2?"), chat_message("assistant", None, tool_calls=[CALL]), *RESULT],
         {"tools": TOOLS},
     ),
     "thoughts": (
         [
-            *(QUESTION, said("assistant", "<think>\nhm\n</think>\n\nBecause.")),
-            *(SECOND[0], said("assistant", "<think>\nno\n</think>\n\nSo.")),
+            *(QUESTION, chat_message("assistant", "<think>\nhm\n</think>\n\nBecause.")),
+            *(SECOND[0], chat_message("assistant", "<think>\nno\n</think>\n\nSo.")),
         ],
         {},
     ),
-    "spaces": ([said("user", "  naïve 再见 ✓\n"), said("assistant", " two\n\nlines 🦋 ")], {}),
+    "spaces": (
+        [chat_message("user", "  naïve 再见 ✓\n"), chat_message("assistant", " two\n\nlines 🦋 ")],
+        {},
+    ),
 }
 
 
@@ -81,7 +84,7 @@ def special(name: str) -> dict[str, str]:
     return {**SPECIAL, "eos_token": end}
 
 
-def rendered(name: str, messages: list[dict[str, Any]], **more: Any) -> Any:
+def render(name: str, messages: list[dict[str, Any]], **more: Any) -> Any:
     """What transformers makes of it; None if the template refuses it."""
     text = (FOLDER / f"{name}.jinja").read_text()
     try:
@@ -94,17 +97,17 @@ def rendered(name: str, messages: list[dict[str, Any]], **more: Any) -> Any:
 
 @parametrize_first("name", PAIRS, first=3)
 def test_a_template_that_marks_answers_is_trained_where_transformers_marks_them(name: str) -> None:
-    ours, equal = template(f"{name}_training"), 0
+    chat_template, equal = template(f"{name}_training"), 0
     for messages, options in ROWS.values():
-        theirs = rendered(
+        reference = render(
             f"{name}_training", messages, return_assistant_tokens_mask=True, **options
         )
-        if theirs is None:
+        if reference is None:
             with pytest.raises(ValueError, match="the chat template refuses it"):
-                ours.renderings(messages, options)
+                chat_template.renderings(messages, options)
             continue
-        (text,), (spans,) = theirs
-        (rendering,) = ours.renderings(messages, options)
+        (text,), (spans,) = reference
+        (rendering,) = chat_template.renderings(messages, options)
         assert rendering.text == text
         assert [*rendering.spans] == [tuple(span) for span in spans]
         equal += 1
@@ -113,22 +116,22 @@ def test_a_template_that_marks_answers_is_trained_where_transformers_marks_them(
 
 @parametrize_first("name", PAIRS, first=3)
 def test_an_answer_is_what_follows_the_prompt_of_inference_or_the_row_is_refused(name: str) -> None:
-    ours, equal, refused = template(name), 0, 0
+    chat_template, equal, refusals = template(name), 0, 0
     for messages, options in ROWS.values():
-        if options and "tool_calls" not in ours.text:
+        if options and "tool_calls" not in chat_template.text:
             continue  # which is refused where conversations are read
-        whole = rendered(name, messages, **options)
+        reference = render(name, messages, **options)
         try:
-            renderings = ours.renderings(messages, options)
+            renderings = chat_template.renderings(messages, options)
         except ValueError as error:
-            refused += whole is not None
-            if whole is not None and "give a data.chat_template" not in str(error):
+            refusals += reference is not None
+            if reference is not None and "give a data.chat_template" not in str(error):
                 raise
             continue
-        assert whole is not None
-        check(name, renderings, messages, options, whole[0][0], ours.end.suffix)
+        assert reference is not None
+        check(name, renderings, messages, options, reference[0][0], chat_template.end.suffix)
         equal += 1
-    assert (refused > 0) == (name in THOUGHTS_OPENED)
+    assert (refusals > 0) == (name in THOUGHTS_OPENED)
     assert equal >= (4 if name not in THOUGHTS_OPENED else 0)
 
 
@@ -137,7 +140,7 @@ def check(
     renderings: list[Rendering],
     messages: list[dict[str, Any]],
     options: dict[str, Any],
-    whole: str,
+    conversation_text: str,
     suffix: str,
 ) -> None:
     """The spans are the answers, each after its prompt; texts are the conversation's, or that up to an answer.
@@ -146,13 +149,13 @@ def check(
         suffix: an end that the template writes only with the next message, and that is learnt at the last one.
     """
     answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-    spans = [(one.text, *span) for one in renderings for span in one.spans]
+    spans = [(rendering.text, *span) for rendering in renderings for span in rendering.spans]
     assert len(spans) == len(answers)
     if len(renderings) == 1:
-        assert renderings[0].text.removesuffix(suffix) == whole.removesuffix(suffix)
+        assert renderings[0].text.removesuffix(suffix) == conversation_text.removesuffix(suffix)
     for number, (text, begin, end) in zip(answers, spans, strict=True):
-        prompt = rendered(name, messages[:number], add_generation_prompt=True, **options)
-        through = rendered(name, messages[: number + 1], **options)
+        prompt = render(name, messages[:number], add_generation_prompt=True, **options)
+        through = render(name, messages[: number + 1], **options)
         assert text[:begin] == prompt[0][0]
         if len(renderings) > 1:
             assert text[:end].removesuffix(suffix) == through[0][0].removesuffix(suffix)

@@ -37,9 +37,9 @@ def write_jsonl(file: Path) -> None:
 
 
 def write_csv(file: Path) -> None:
-    with file.open("w", newline="") as opened:
+    with file.open("w", newline="") as csv_file:
         writer = csv.DictWriter(
-            opened, ["text", "n"], delimiter="\t" if "tsv" in file.name else ","
+            csv_file, ["text", "n"], delimiter="\t" if "tsv" in file.name else ","
         )
         writer.writeheader()
         writer.writerows(rows_of(file.name))
@@ -164,9 +164,9 @@ def test_what_datasets_itself_refuses_is_said_with_file_columns_and_the_way_out(
     folder = Path(folder_of(tmp_path / "in", "jsonl", 2))
     archive = tmp_path / "packed" / "rows.zip"
     archive.parent.mkdir()
-    with zipfile.ZipFile(archive, "w") as packed:
+    with zipfile.ZipFile(archive, "w") as zip_file:
         for file in sorted(folder.iterdir()):
-            packed.write(file, file.name)
+            zip_file.write(file, file.name)
     data = DataConfig(source=str(archive.parent), lanes=1)
     says = r"same columns.*1 new columns \({'further'}\)(.|\n)*give the files themselves"
     with pytest.raises(ConfigError, match=rf"packed.*{says}"):
@@ -189,6 +189,8 @@ def test_files_that_are_in_no_split_are_named(tmp_path: Path) -> None:
     for name in ("train.jsonl", "more.jsonl", "test.jsonl"):
         (folder / name).write_text('{"text": "some text"}\n' * 40)
     (folder / "notes.txt").write_text("text")
-    said: list[str] = []
-    prepare_dataset(DataConfig(kind="rows", source=str(folder)), 1, tmp_path / "set", said.append)
-    assert f"left out of {folder}: more.jsonl, notes.txt" in said
+    messages: list[str] = []
+    prepare_dataset(
+        DataConfig(kind="rows", source=str(folder)), 1, tmp_path / "set", messages.append
+    )
+    assert f"left out of {folder}: more.jsonl, notes.txt" in messages

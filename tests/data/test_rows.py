@@ -48,7 +48,7 @@ def ensure_rows(data: DataConfig, seed: int) -> TokenDataset:
     return open_rows(prepare_dataset(data, seed))
 
 
-def chosen(rows: TokenDataset) -> list[int]:
+def train_rows(rows: TokenDataset) -> list[int]:
     """The rows of the training split."""
     return read_row_index(rows.path, rows.tokenizer_fingerprint).rows.tolist()
 
@@ -63,8 +63,8 @@ def write(kind: str, folder: Path, columns: dict[str, Any]) -> str:
         case "parquet":
             pq.write_table(pa.table(columns), path, row_group_size=17)
         case "csv":
-            quoted = ('"' + text.replace('"', '""') + '"' for text in columns["text"])
-            path.write_text("text\n" + "".join(f"{text}\n" for text in quoted))
+            fields = ('"' + text.replace('"', '""') + '"' for text in columns["text"])
+            path.write_text("text\n" + "".join(f"{text}\n" for text in fields))
         case "text":
             path.mkdir()
             for number, text in enumerate(columns["text"]):
@@ -77,8 +77,8 @@ def write(kind: str, folder: Path, columns: dict[str, Any]) -> str:
 
 
 def windows(dataset: Any, split: str, context: int = 16) -> list[list[int]]:
-    found = TokenWindows(dataset.split(split), context)
-    return found.read(np.arange(len(found)))["targets"].tolist()
+    source = TokenWindows(dataset.split(split), context)
+    return source.read(np.arange(len(source)))["targets"].tolist()
 
 
 def other_shards(folder: Path, data: DataConfig) -> TokenDataset:
@@ -161,7 +161,7 @@ def test_ids_are_held_out_by_whole_documents(tmp_path: Path) -> None:
     }
     assert sorted(itertools.chain(*splits.values())) == sorted(itertools.chain(*ids))
     assert 0.1 < len(splits["val"]) / sum(map(len, ids)) < 0.2
-    assert splits["train"] == [token for number in chosen(rows) for token in ids[number]]
+    assert splits["train"] == [token for number in train_rows(rows) for token in ids[number]]
 
 
 @pytest.fixture
@@ -182,9 +182,9 @@ def test_training_needs_the_shards_alone(
     before = windows(ensure_rows(config, 3), "train")
     Path(config.source).unlink()
     shutil.rmtree(tmp_path / "cache")
-    said: list[str] = []
-    assert windows(open_rows(prepare_dataset(config, 3, say=said.append)), "train") == before
-    assert "rows.jsonl is not there; the tokens in" in said[0]
+    messages: list[str] = []
+    assert windows(open_rows(prepare_dataset(config, 3, say=messages.append)), "train") == before
+    assert "rows.jsonl is not there; the tokens in" in messages[0]
 
     def never(*_: Any) -> Any:
         raise AssertionError("the rows were read")
@@ -194,7 +194,7 @@ def test_training_needs_the_shards_alone(
     assert windows(open_rows(config.path or ""), "train") == before
 
 
-def saved(folder: Path, kind: str, texts: list[bytes]) -> DataConfig:
+def save_texts(folder: Path, kind: str, texts: list[bytes]) -> DataConfig:
     """A folder of `save_to_disk` whose texts are of an Arrow type."""
     features = datasets.Features({"text": datasets.Value(kind)})
     values = [text.decode() for text in texts] if kind == "string" else texts
@@ -205,11 +205,11 @@ def saved(folder: Path, kind: str, texts: list[bytes]) -> DataConfig:
 def test_texts_may_be_kept_as_bytes(tmp_path: Path) -> None:
     texts = [text.encode() for text in TEXTS]
     kinds = ("string", "binary", "large_binary")
-    rows = [ensure_rows(saved(tmp_path, kind, texts), 3) for kind in kinds]
+    rows = [ensure_rows(save_texts(tmp_path, kind, texts), 3) for kind in kinds]
     assert len({set_.fingerprint for set_ in rows}) == 1
     assert windows(rows[0], "train") == windows(rows[1], "train") == windows(rows[2], "train")
     with pytest.raises(ConfigError, match=r"'text' of .*binary is not UTF-8 text") as refusal:
-        ensure_rows(saved(tmp_path / "other", "binary", [*texts, b"\xff\xfe"]), 3)
+        ensure_rows(save_texts(tmp_path / "other", "binary", [*texts, b"\xff\xfe"]), 3)
     assert refusal.value.problems[0].key == "data.text_field"
 
 
@@ -231,10 +231,10 @@ def test_checkpoints_know_rows_by_the_same_fingerprint_in_every_version(
 
 def test_what_is_prepared_is_left_as_it_is(config: DataConfig) -> None:
     first = ensure_rows(config, 3)
-    made = {path.name: path.stat().st_mtime_ns for path in first.path.iterdir()}
+    times = {path.name: path.stat().st_mtime_ns for path in first.path.iterdir()}
     assert ensure_rows(config, 3).fingerprint == first.fingerprint
-    assert {path.name: path.stat().st_mtime_ns for path in first.path.iterdir()} == made
-    assert set(made) >= {"dataset.json", "tokenizer.json", "index-train.safetensors"}
+    assert {path.name: path.stat().st_mtime_ns for path in first.path.iterdir()} == times
+    assert set(times) >= {"dataset.json", "tokenizer.json", "index-train.safetensors"}
 
 
 def test_copied_rows_are_the_same_rows(config: DataConfig) -> None:
@@ -268,14 +268,18 @@ def test_other_rows_are_refused(
 
 
 def test_the_fingerprint_tells_rows_tokenizer_and_seed(tmp_path: Path, config: DataConfig) -> None:
-    def found(seed: int, **change: Any) -> str:
+    def fingerprint_of(seed: int, **change: Any) -> str:
         path = str(tmp_path / f"set-{seed}-{len(change)}-{change}"[:60])
         return ensure_rows(config.model_copy(update=change | {"path": path}), seed).fingerprint
 
-    first = found(1)
-    others = [found(2), found(1, tokenizer="byte"), found(1, vocab_size=310)]
-    assert len({first, *others}) == 4
-    assert found(1, text_field="text") == first
+    first = fingerprint_of(1)
+    fingerprints = [
+        fingerprint_of(2),
+        fingerprint_of(1, tokenizer="byte"),
+        fingerprint_of(1, vocab_size=310),
+    ]
+    assert len({first, *fingerprints}) == 4
+    assert fingerprint_of(1, text_field="text") == first
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "flipped", "foreign"])
@@ -337,10 +341,10 @@ def test_what_cannot_be_prepared_is_said(tmp_path: Path, change: dict[str, Any],
 
 
 def test_what_is_prepared_is_said(config: DataConfig) -> None:
-    said: list[str] = []
-    prepare_dataset(config, 3, say=said.append)
-    assert "79 documents" in said[0]
-    assert said[-1].startswith("tokens: train ")
+    messages: list[str] = []
+    prepare_dataset(config, 3, say=messages.append)
+    assert "79 documents" in messages[0]
+    assert messages[-1].startswith("tokens: train ")
 
 
 def test_some_bytes_are_whole_documents(tmp_path: Path, config: DataConfig) -> None:
@@ -359,9 +363,9 @@ def test_documents_are_samples_without_packing(config: DataConfig) -> None:
     data = config.model_copy(update={"packing": False})
     samples, _ = TokenData(data, 3, rows).samples(32, 3)
     tokenizer = load_saved_tokenizer(rows.path)
-    assert len(samples) == len(chosen(rows))
+    assert len(samples) == len(train_rows(rows))
     batch: Any = samples.read(np.arange(len(samples)))
-    for row, number in enumerate(chosen(rows)):
+    for row, number in enumerate(train_rows(rows)):
         expected = [*tokenizer.encode(TEXTS[number]).tolist(), tokenizer.end_id][:33]
         valid = batch["targets"][row] >= 0
         assert batch["targets"][row][valid].tolist() == expected[1:]

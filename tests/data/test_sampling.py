@@ -39,22 +39,22 @@ def whole_epoch(order: Order, epoch: int = 0) -> Int64Array:
     return order.indices(epoch, 0, order.samples_per_epoch)
 
 
-def weighted(weights: NDArray[np.float64], seed: int = 3) -> Order:
+def weighted_order(weights: NDArray[np.float64], seed: int = 3) -> Order:
     return WeightedSampling(weights, "w").order(np.arange(weights.size), seed)
 
 
-def balanced(classes: Int64Array, seed: int = 3) -> Order:
+def balanced_order(classes: Int64Array, seed: int = 3) -> Order:
     return BalancedSampling(classes, "y").order(np.arange(classes.size), seed)
 
 
 def counts_of_many_epochs(order: Order) -> Int64Array:
     epochs = range(DRAWS // order.samples_per_epoch)
-    drawn = np.concatenate([whole_epoch(order, epoch) for epoch in epochs])
-    return np.bincount(drawn, minlength=order.samples_per_epoch)
+    indices = np.concatenate([whole_epoch(order, epoch) for epoch in epochs])
+    return np.bincount(indices, minlength=order.samples_per_epoch)
 
 
 def test_draws_have_the_distribution_of_torchs_sampler() -> None:
-    counts = counts_of_many_epochs(weighted(WEIGHTS))
+    counts = counts_of_many_epochs(weighted_order(WEIGHTS))
     sampler = WeightedRandomSampler(WEIGHTS, DRAWS, generator=torch.Generator().manual_seed(1))
     of_torch = np.bincount([*sampler], minlength=WEIGHTS.size)
     used = WEIGHTS > 0
@@ -68,7 +68,7 @@ def test_draws_have_the_distribution_of_torchs_sampler() -> None:
 
 
 def test_draws_are_independent_of_each_other_and_of_epochs() -> None:
-    order = weighted(np.ones(64))
+    order = weighted_order(np.ones(64))
     epochs = np.stack([whole_epoch(order, epoch) for epoch in range(2000)])
     for before, after in (
         (epochs[:, :-1], epochs[:, 1:]),  # neighbours
@@ -77,7 +77,7 @@ def test_draws_are_independent_of_each_other_and_of_epochs() -> None:
         table = np.zeros((8, 8))
         np.add.at(table, (before.ravel() % 8, after.ravel() % 8), 1)
         assert chi2_contingency(table).pvalue > 0.01
-    assert not np.array_equal(epochs[0], whole_epoch(weighted(np.ones(64), seed=4)))
+    assert not np.array_equal(epochs[0], whole_epoch(weighted_order(np.ones(64), seed=4)))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_draws_are_independent_of_each_other_and_of_epochs() -> None:
     [np.array([1e300, 3e300, 0.0]), np.array([5e-324, 0.0, 5e-324]), np.array([0.0, 2.0])],
 )
 def test_weights_of_any_size_are_relative(weights: NDArray[np.float64]) -> None:
-    counts = counts_of_many_epochs(weighted(weights))
+    counts = counts_of_many_epochs(weighted_order(weights))
     used = weights > 0
     assert counts[~used].sum() == 0
     assert counts[used] / counts.sum() == pytest.approx(
@@ -102,41 +102,43 @@ def test_weights_of_any_size_are_relative(weights: NDArray[np.float64]) -> None:
 def test_each_period_has_every_class_and_no_sample_comes_before_its_class_is_through(
     classes: Int64Array, seed: int, epochs: int
 ) -> None:
-    order = balanced(classes, seed)
+    order = balanced_order(classes, seed)
     labels = np.unique(classes)
-    drawn = np.concatenate([whole_epoch(order, epoch) for epoch in range(epochs)])
-    whole_periods = drawn[: drawn.size // labels.size * labels.size].reshape(-1, labels.size)
+    indices = np.concatenate([whole_epoch(order, epoch) for epoch in range(epochs)])
+    whole_periods = indices[: indices.size // labels.size * labels.size].reshape(-1, labels.size)
     assert np.all(np.sort(classes[whole_periods], axis=1) == labels)
     for label in labels:
         members = np.flatnonzero(classes == label)
-        of_class = drawn[classes[drawn] == label]
+        of_class = indices[classes[indices] == label]
         passes = of_class[: of_class.size // members.size * members.size]
         assert np.all(np.sort(passes.reshape(-1, members.size), axis=1) == members)
-        rest = of_class[passes.size :]
-        assert np.unique(rest).size == rest.size
+        last_pass = of_class[passes.size :]
+        assert np.unique(last_pass).size == last_pass.size
 
 
 def test_turns_and_passes_are_shuffled_anew() -> None:
     classes = np.repeat([0, 1, 2], [40, 80, 300])
-    order = balanced(classes)
-    drawn = np.concatenate([whole_epoch(order, epoch) for epoch in range(30)])
-    turns = classes[drawn].reshape(-1, 3)
+    order = balanced_order(classes)
+    indices = np.concatenate([whole_epoch(order, epoch) for epoch in range(30)])
+    turns = classes[indices].reshape(-1, 3)
     assert chisquare(np.unique(turns @ [9, 3, 1], return_counts=True)[1]).pvalue > 0.01
-    passes = drawn[classes[drawn] == 0].reshape(-1, 40)
+    passes = indices[classes[indices] == 0].reshape(-1, 40)
     assert np.unique(passes, axis=0).shape == passes.shape
     firsts = np.bincount(passes[:, 0], minlength=40)
     assert chisquare(firsts).pvalue > 0.01
-    assert not np.array_equal(drawn, np.concatenate([whole_epoch(balanced(classes, 4), 0)] * 30))
+    assert not np.array_equal(
+        indices, np.concatenate([whole_epoch(balanced_order(classes, 4), 0)] * 30)
+    )
 
 
-@pytest.mark.parametrize("order", [weighted(WEIGHTS), balanced(CLASSES)])
+@pytest.mark.parametrize("order", [weighted_order(WEIGHTS), balanced_order(CLASSES)])
 def test_an_order_is_a_function_of_its_place(order: Order) -> None:
     n = order.samples_per_epoch
     for epoch in (0, 7):
-        whole = whole_epoch(order, epoch)
+        indices = whole_epoch(order, epoch)
         parts = [order.indices(epoch, place, min(place + 2, n)) for place in range(0, n, 2)]
-        np.testing.assert_array_equal(np.concatenate(parts), whole)
-        assert whole.dtype == np.int64
+        np.testing.assert_array_equal(np.concatenate(parts), indices)
+        assert indices.dtype == np.int64
     assert not np.array_equal(whole_epoch(order, 0), whole_epoch(order, 7))
     with pytest.raises(IndexError):
         order.indices(0, 0, n + 1)
@@ -150,7 +152,7 @@ SIDE = (NUMBER % 10 == 3).astype(np.int64)
 COLUMNS = {"number": NUMBER, "side": SIDE, "weight": 1.0 + 8 * SIDE, "pair": np.ones((N, 2))}
 
 
-def opened(samples: Any = COLUMNS, seed: int = 5, **data: Any) -> SampleSet:
+def open_samples(samples: Any = COLUMNS, seed: int = 5, **data: Any) -> SampleSet:
     opened_set = sample_set(lambda: samples, samples, (), SamplesConfig(**data), seed=seed)
     assert isinstance(opened_set, SampleSet)
     return opened_set
@@ -160,7 +162,7 @@ def steps(
     train: tuple[Source, Order], ranks: int, batch: int, count: int = 20, cursor: int = 0
 ) -> list[list[int]]:
     """The numbers of the samples of each step, over all ranks; a new reader for every other step."""
-    taken: list[list[int]] = []
+    numbers_of_steps: list[list[int]] = []
     for step in range(count):
         key = StepKey(cursor, batch, 3)
         of_ranks = []
@@ -171,44 +173,44 @@ def steps(
             assert not isinstance(batch_of_rank, Exception)
             parts = [m for m in batch_of_rank.micro_batches if m.samples]
             of_ranks += [number for m in parts for number in m.arrays["number"].tolist()]  # type: ignore[union-attr]
-        taken.append(of_ranks)
+        numbers_of_steps.append(of_ranks)
         cursor = batch_of_rank.plan.after
-    return taken
+    return numbers_of_steps
 
 
 @pytest.mark.parametrize("key", ["balance", "sample_weights"])
 def test_ranks_batches_and_workers_do_not_disturb_the_order(key: str) -> None:
     data = {key: {"balance": "side", "sample_weights": "weight"}[key]}
-    alone = steps(opened(**data).train(1), 1, 12)
-    assert sorted(map(len, alone))[-1] == 12
+    expected = steps(open_samples(**data).train(1), 1, 12)
+    assert sorted(map(len, expected))[-1] == 12
     for ranks in (2, 3, 4):
-        assert steps(opened(**data).train(1), ranks, 12) == alone
-    flat = [number for step in alone for number in step]
-    smaller = [n for step in steps(opened(**data).train(1), 2, 5, 40) for n in step]
+        assert steps(open_samples(**data).train(1), ranks, 12) == expected
+    flat = [number for step in expected for number in step]
+    smaller = [n for step in steps(open_samples(**data).train(1), 2, 5, 40) for n in step]
     assert smaller[:150] == flat[:150]
-    in_workers = opened(**data, workers=2).train(1)
+    in_workers = open_samples(**data, workers=2).train(1)
     try:
-        assert steps(in_workers, 2, 12) == alone
+        assert steps(in_workers, 2, 12) == expected
     finally:
         in_workers[0].close()  # type: ignore[attr-defined]
-    assert steps(opened(**data).train(1), 1, 12, 8, cursor=144) == alone[12:]
+    assert steps(open_samples(**data).train(1), 1, 12, 8, cursor=144) == expected[12:]
 
 
 def test_only_training_samples_are_drawn_and_held_out_ones_are_not() -> None:
     for data in ({"balance": "side"}, {"sample_weights": "weight"}):
-        plain, drawn = opened(), opened(**data)
+        plain, dataset = open_samples(), open_samples(**data)
         for split in ("val", "test"):
-            held_out = drawn.held_out(split)
+            held_out = dataset.held_out(split)
             assert held_out.fingerprint == plain.held_out(split).fingerprint
             assert len(held_out) == plain.size(split) == 40
-        source, order = drawn.train(1)
+        source, order = dataset.train(1)
         assert order.samples_per_epoch == len(source) == 320
         numbers = source.read(whole_epoch(order))["number"]
         assert set(numbers.tolist()) <= set(plain.splits["train"].tolist())  # type: ignore[union-attr]
 
 
 def test_classes_come_equally_often() -> None:
-    source, order = opened(balance="side").train(1)
+    source, order = open_samples(balance="side").train(1)
     sides = source.read(whole_epoch(order))["side"]
     assert np.bincount(sides).tolist() == [160, 160]  # type: ignore[arg-type]
     assert np.all(sides.reshape(-1, 2).sum(1) == 1)  # type: ignore[union-attr]
@@ -216,12 +218,12 @@ def test_classes_come_equally_often() -> None:
 
 def test_weights_count_of_training_samples_only() -> None:
     """The heaviest is held out."""
-    splits = opened(val=0.5).splits
+    splits = open_samples(val=0.5).splits
     weights = np.ones(N)
     weights[splits["val"]] = 1e9
-    source, order = opened({**COLUMNS, "weight": weights}, val=0.5, sample_weights="weight").train(
-        1
-    )
+    source, order = open_samples(
+        {**COLUMNS, "weight": weights}, val=0.5, sample_weights="weight"
+    ).train(1)
     counts = np.bincount(source.read(whole_epoch(order))["number"], minlength=N)  # type: ignore[arg-type]
     assert counts.max() < 10
 
@@ -231,7 +233,7 @@ def test_the_weights_of_a_loader_are_those_of_a_column() -> None:
     loader = DataLoader(data, sampler=WeightedRandomSampler(COLUMNS["weight"], N), batch_size=9)
     fields = ("number", "side")
     of_loader = sample_set(lambda: loader, loader, fields, SamplesConfig(), seed=5)
-    column = opened(sample_weights="weight")
+    column = open_samples(sample_weights="weight")
     assert isinstance(of_loader, SampleSet)
     for epoch in range(3):
         numbers = [
@@ -249,21 +251,21 @@ def test_the_weights_of_a_loader_are_those_of_a_column() -> None:
 
 
 def test_what_is_drawn_is_said() -> None:
-    assert opened().drawing == ""
-    said = opened(balance="side", stratify="side").drawing
-    assert said == (
+    assert open_samples().drawing == ""
+    drawing = open_samples(balance="side", stratify="side").drawing
+    assert drawing == (
         "balanced by side, samples → draws of an epoch: class 0 288 → 160, class 1 32 → 160"
     )
-    odd = opened({**COLUMNS, "kind": NUMBER % 11}, balance="kind").drawing
+    odd = open_samples({**COLUMNS, "kind": NUMBER % 11}, balance="kind").drawing
     assert " → about 29, " in odd
     assert odd.endswith("and 3 more classes")
-    drawn = opened(sample_weights="weight")
-    source, order = drawn.train(1)
+    samples = open_samples(sample_weights="weight")
+    source, order = samples.train(1)
     distinct = [np.unique(whole_epoch(order, epoch)).size for epoch in range(50)]
-    told = float(drawn.drawing.split(" of 320")[0].rpartition(" ")[2])
-    assert told == pytest.approx(np.mean(distinct), abs=3)
-    assert "never" not in drawn.drawing
-    never = opened({**COLUMNS, "weight": 1 - SIDE}, sample_weights="weight", stratify="side")
+    expected_count = float(samples.drawing.split(" of 320")[0].rpartition(" ")[2])
+    assert expected_count == pytest.approx(np.mean(distinct), abs=3)
+    assert "never" not in samples.drawing
+    never = open_samples({**COLUMNS, "weight": 1 - SIDE}, sample_weights="weight", stratify="side")
     assert never.drawing.endswith("32 never do, whose weight is 0")
     assert len(source) == 320
 
@@ -275,9 +277,9 @@ def test_the_fingerprint_is_of_what_is_drawn_too() -> None:
         )
         for weights in (np.ones(N), np.ones(N), COLUMNS["weight"])
     ]
-    sets = [opened(loader) for loader in loaders]
+    sets = [open_samples(loader) for loader in loaders]
     assert sets[0].fingerprint == sets[1].fingerprint != sets[2].fingerprint
-    prints = {opened(**data).fingerprint for data in ({}, {"balance": "side"})}
+    prints = {open_samples(**data).fingerprint for data in ({}, {"balance": "side"})}
     assert len(prints) == 2
 
 
@@ -375,18 +377,18 @@ def test_what_cannot_be_drawn_is_refused_by_name(
 ) -> None:
     value = samples() if callable(samples) else samples
     with pytest.raises((ConfigError, ValueError), match=message):
-        opened(value, **data)
+        open_samples(value, **data)
 
 
 def test_other_samplers_are_replaced_as_before() -> None:
     data = TensorDataset(torch.from_numpy(NUMBER))
     for loader in (DataLoader(data), DataLoader(data, shuffle=True)):
-        assert opened(loader).sampling is None
+        assert open_samples(loader).sampling is None
 
 
 def test_columns_are_read_of_any_source() -> None:
     """Also of one that only reads samples, of which all are read, some at a time."""
-    most: list[int] = []
+    read_sizes: list[int] = []
 
     class Lazy:
         def __len__(self) -> int:
@@ -396,14 +398,14 @@ def test_columns_are_read_of_any_source() -> None:
             return self.__getitems__([number])[0]
 
         def __getitems__(self, numbers: list[int]) -> list[Any]:
-            most.append(len(numbers))
+            read_sizes.append(len(numbers))
             return [{"x": np.zeros(5), "y": np.float32(number % 3)} for number in numbers]
 
-    lazy = opened(Lazy(), balance="y")
+    lazy = open_samples(Lazy(), balance="y")
     source, order = lazy.train(1)
     labels = source.read(whole_epoch(order)[:300])["y"]
     assert np.bincount(labels.astype(int)).tolist() == [100] * 3  # type: ignore[union-attr]
-    assert max(most[:-1]) <= 1024
+    assert max(read_sizes[:-1]) <= 1024
 
 
 def noise(sample: Any, generator: Any) -> Any:
@@ -414,12 +416,12 @@ def noise(sample: Any, generator: Any) -> Any:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_each_draw_of_a_sample_is_transformed_anew(data: dict[str, Any], workers: int) -> None:
     transform = f"{__name__}:noise" if workers == 0 else "sampled:noise"
-    drawn = opened(**data, transform=transform, workers=workers)
-    train = source, order = drawn.train(1)
+    dataset = open_samples(**data, transform=transform, workers=workers)
+    train = source, order = dataset.train(1)
     try:
         draws = whole_epoch(order)
         columns = source.read(draws)
-        again = source.read(draws[::-1])
+        reverse_columns = source.read(draws[::-1])
         other_epoch = source.read(draws, 1)
         cost_weight = source.weights(draws)
     finally:
@@ -427,14 +429,14 @@ def test_each_draw_of_a_sample_is_transformed_anew(data: dict[str, Any], workers
             source.close()  # type: ignore[attr-defined]
     numbers, noises = (np.asarray(columns[name]) for name in ("number", "noise"))
     assert np.unique(numbers).size < numbers.size == np.unique(noises).size
-    np.testing.assert_array_equal(again["noise"][::-1], noises)  # type: ignore[index]
+    np.testing.assert_array_equal(reverse_columns["noise"][::-1], noises)  # type: ignore[index]
     assert not np.isin(other_epoch["noise"], noises).any()
     assert cost_weight == 320
-    plain_source, plain_order = opened(**data).train(1)
+    plain_source, plain_order = open_samples(**data).train(1)
     plain = plain_source.read(whole_epoch(plain_order))["number"]
     np.testing.assert_array_equal(numbers, plain)
     if not workers:
-        assert steps(train, 2, 12, 5) == steps(opened(**data).train(1), 1, 12, 5)
+        assert steps(train, 2, 12, 5) == steps(open_samples(**data).train(1), 1, 12, 5)
 
 
 def test_draws_have_the_costs_of_their_samples() -> None:
@@ -447,10 +449,10 @@ def wrong(sample: Any, generator: Any) -> Any:  # noqa: ARG001
 
 
 def test_an_error_of_a_transform_names_the_sample_not_the_draw() -> None:
-    source, order = opened(balance="side", transform=f"{__name__}:wrong").train(1)
-    with pytest.raises(ValueError, match="no") as caught:
+    source, order = open_samples(balance="side", transform=f"{__name__}:wrong").train(1)
+    with pytest.raises(ValueError, match="no") as error:
         source.read(order.indices(0, 300, 301))
-    (note,) = caught.value.__notes__
-    plain_source, plain_order = opened(balance="side").train(1)
+    (note,) = error.value.__notes__
+    plain_source, plain_order = open_samples(balance="side").train(1)
     number = int(plain_source.read(plain_order.indices(0, 300, 301))["number"][0])  # type: ignore[index]
     assert note == f"in wrong, of sample {number} in epoch 0"

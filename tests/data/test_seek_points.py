@@ -33,7 +33,7 @@ from instar.data.text.tokenizer import TOKENIZER_FILE, ByteTokenizer
 FILES, ROWS, CONTEXT = 20, 40, 16
 WHOLE = 10_000
 TEXTS = [f"document {number} " * (number % 5) for number in range(FILES * ROWS)]
-encoded = 0
+encode_count = 0
 
 
 @pytest.fixture(autouse=True)
@@ -64,8 +64,14 @@ def write(folder: Path, file: int, texts: list[str]) -> None:
 
 def stream(folder: Path, **fields: Any) -> DataConfig:
     source = str(folder.parent / "*.parquet")
-    given = {"kind": "stream", "source": source, "lanes": 2, "order": "sequential", **fields}
-    return DataConfig(**given)
+    config_fields = {
+        "kind": "stream",
+        "source": source,
+        "lanes": 2,
+        "order": "sequential",
+        **fields,
+    }
+    return DataConfig(**config_fields)
 
 
 def read(
@@ -75,11 +81,11 @@ def read(
     stop: int | None = None,
     *,
     context: int = CONTEXT,
-    counted: bool = False,
+    use_sizes: bool = False,
 ) -> list[Any]:
     """Rows at 15 positions, or at those before `stop`, as a process that starts anew reads them."""
-    source, order = open_stream(data, folder, context, seed=3, use_sizes=counted)
-    found: list[Any] = []
+    source, order = open_stream(data, folder, context, seed=3, use_sizes=use_sizes)
+    rows: list[Any] = []
     step = 5 if stop is None else 100
     try:
         for begin in range(start, stop or start + 15, step):
@@ -89,10 +95,10 @@ def read(
             if begin >= end:
                 break
             columns = source.read(order.indices(0, begin, min(begin + step, end)))
-            found += zip(columns["inputs"].tolist(), columns["targets"].tolist(), strict=True)  # type: ignore[union-attr]
+            rows += zip(columns["inputs"].tolist(), columns["targets"].tolist(), strict=True)  # type: ignore[union-attr]
     finally:
         source.close()
-    return found
+    return rows
 
 
 def unusable(folder: Path, *files: int) -> None:
@@ -108,17 +114,17 @@ def test_a_stream_opened_far_within_opens_only_the_files_there(
     folder: Path, packing: bool, how: str
 ) -> None:
     data = stream(folder, packing=packing)
-    whole = read(data, folder, 0, WHOLE)
-    far = len(whole) - 40
+    rows = read(data, folder, 0, WHOLE)
+    far = len(rows) - 40
     if how != "read":
         remove_points(folder)
         (folder / "lanes.json").unlink()
         count_lanes(data, folder)
     unusable(folder.parent, *range(1, 8), *range(10, 18))
-    for counted in {False, how != "read"}:
-        assert read(data, folder, far, counted=counted) == whole[far : far + 15]
+    for use_sizes in {False, how != "read"}:
+        assert read(data, folder, far, use_sizes=use_sizes) == rows[far : far + 15]
     with pytest.raises(pa.ArrowInvalid):
-        read(data, folder, len(whole) // 4)
+        read(data, folder, len(rows) // 4)
 
 
 def remove_points(folder: Path) -> None:
@@ -132,8 +138,8 @@ def texts() -> Iterator[str]:
 
 class Counting(ByteTokenizer):
     def encode_batch(self, texts: Any) -> Any:
-        global encoded
-        encoded += len(texts)
+        global encode_count
+        encode_count += len(texts)
         return super().encode_batch(texts)
 
 
@@ -142,12 +148,12 @@ def test_items_of_a_function_are_skipped_without_tokenizing_them(
 ) -> None:
     monkeypatch.setattr("instar.data.text.streams.index.load_saved_tokenizer", lambda _: Counting())
     data = stream(folder, kind="python", source=f"{__name__}:texts")
-    whole = read(data, folder, 0, WHOLE)
-    before = encoded
+    rows = read(data, folder, 0, WHOLE)
+    before = encode_count
     assert before >= sum(map(bool, TEXTS))
-    far = len(whole) * 9 // 10
-    assert read(data, folder, far) == whole[far : far + 15]
-    assert encoded - before < 100
+    far = len(rows) * 9 // 10
+    assert read(data, folder, far) == rows[far : far + 15]
+    assert encode_count - before < 100
 
 
 @parametrize_first("packing", [True, False], first=1)
@@ -161,11 +167,11 @@ def test_points_hold_for_any_context(folder: Path, packing: bool, kind: str) -> 
     other.mkdir()
     (other / TOKENIZER_FILE).write_text(ByteTokenizer().to_json())
     for context in (3, 61):
-        whole = read(data, other, 0, WHOLE, context=context)
+        rows = read(data, other, 0, WHOLE, context=context)
         (other / "lanes.json").unlink()
-        for start in range(0, len(whole), len(whole) // 7):
-            found = read(data, folder, start, context=context)
-            assert found == whole[start : start + 15]
+        for start in range(0, len(rows), len(rows) // 7):
+            actual = read(data, folder, start, context=context)
+            assert actual == rows[start : start + 15]
 
 
 @settings(
@@ -177,36 +183,40 @@ def test_points_hold_for_any_context(folder: Path, packing: bool, kind: str) -> 
     ),
     cursor=st.integers(0, 400),
     ranks=st.integers(1, 4),
-    dispatched=st.booleans(),
+    is_dispatched=st.booleans(),
 )
 def test_a_run_goes_on_anywhere_with_any_ranks(
-    tmp_path_factory: pytest.TempPathFactory, kind: str, cursor: int, ranks: int, dispatched: bool
+    tmp_path_factory: pytest.TempPathFactory,
+    kind: str,
+    cursor: int,
+    ranks: int,
+    is_dispatched: bool,
 ) -> None:
     place = tmp_path_factory.getbasetemp() / "any" / kind
     if not place.exists():
         place.mkdir(parents=True)
         make_rows(place)
     data = config(place, kind, path=str(place / "data"))
-    way = Way(ranks, "dispatched" if dispatched or kind == "an iterable" else "sharded")
-    undisturbed = take_steps(data, Way(1), 30)
-    rows = [row for batches in undisturbed for row in rows_of(batches[0])]
-    plans = [batches[0].plan for batches in undisturbed]
-    whole = next(plan.cursor for plan in plans if plan.epoch)
-    cursor %= whole
+    way = Way(ranks, "dispatched" if is_dispatched or kind == "an iterable" else "sharded")
+    steps = take_steps(data, Way(1), 30)
+    rows = [row for batches in steps for row in rows_of(batches[0])]
+    plans = [batches[0].plan for batches in steps]
+    epoch_samples = next(plan.cursor for plan in plans if plan.epoch)
+    cursor %= epoch_samples
     (batches,) = take_steps(data, way, 1, cursor)
-    wanted = rows[cursor : cursor + batches[0].plan.count]
-    assert sorted(row for one in batches for row in rows_of(one) if row) == sorted(wanted)
+    expected = rows[cursor : cursor + batches[0].plan.count]
+    assert sorted(row for batch in batches for row in rows_of(batch) if row) == sorted(expected)
 
 
 def test_another_document_at_a_point_is_an_error(folder: Path) -> None:
     data = stream(folder)
-    whole = read(data, folder, 0, WHOLE)
+    rows = read(data, folder, 0, WHOLE)
     for file in range(FILES):
         path = folder.parent / f"part-{file:02}.parquet"
         path.write_bytes(path.read_bytes().replace(b"document", b"DOCUMENT"))
-    assert read(data, folder, 0) != whole[:15]
+    assert read(data, folder, 0) != rows[:15]
     with pytest.raises(StreamChanged, match=r"lane \d \(part-\d+.parquet\), item \d+ is not what"):
-        read(data, folder, len(whole) - 100)
+        read(data, folder, len(rows) - 100)
 
 
 def test_a_lane_that_begins_otherwise_the_next_time_is_an_error(folder: Path) -> None:
@@ -220,9 +230,9 @@ def test_a_lane_that_begins_otherwise_the_next_time_is_an_error(folder: Path) ->
 
 
 def begins_otherwise() -> Iterator[str]:
-    global encoded
-    encoded += 1
-    yield from (f"{encoded} {number}" for number in range(100))
+    global encode_count
+    encode_count += 1
+    yield from (f"{encode_count} {number}" for number in range(100))
 
 
 def test_a_run_that_begins_anew_replaces_the_points_of_an_older_stream(
@@ -232,10 +242,10 @@ def test_a_run_that_begins_anew_replaces_the_points_of_an_older_stream(
     data = stream(folder, kind="python", source=f"{__name__}:texts")
     read(data, folder, 0, WHOLE)
     (folder / "lanes.json").unlink()
-    changed = [TEXTS[0], *(text * 2 for text in TEXTS[1:])]
-    monkeypatch.setattr(sys.modules[__name__], "TEXTS", changed)
-    whole = read(data, folder, 0, 900)
-    assert read(data, folder, 850) == whole[850:865]
+    other_texts = [TEXTS[0], *(text * 2 for text in TEXTS[1:])]
+    monkeypatch.setattr(sys.modules[__name__], "TEXTS", other_texts)
+    rows = read(data, folder, 0, 900)
+    assert read(data, folder, 850) == rows[850:865]
 
 
 @parametrize_first(
@@ -245,10 +255,10 @@ def test_a_run_that_begins_anew_replaces_the_points_of_an_older_stream(
         lambda content: content[:-30],
         lambda content: b"\xff" + content[1:],
         lambda content: content + b" " * (1 << 23),
-        lambda content: edited(content, lambda points: points.reverse()),
-        lambda content: edited(content, lambda points: points[3].__setitem__(0, 7)),
-        lambda content: edited(content, lambda points: points[3].__setitem__(1, -1)),
-        lambda content: edited(content, lambda points: points[3].__setitem__(3, "x")),
+        lambda content: edit_points(content, lambda points: points.reverse()),
+        lambda content: edit_points(content, lambda points: points[3].__setitem__(0, 7)),
+        lambda content: edit_points(content, lambda points: points[3].__setitem__(1, -1)),
+        lambda content: edit_points(content, lambda points: points[3].__setitem__(3, "x")),
         lambda content: content.replace(b"seek-points/1", b"seek-points/9"),
         lambda content: content.replace(b'"fingerprint":"', b'"fingerprint":"other'),
     ],
@@ -258,19 +268,19 @@ def test_a_file_that_is_damaged_or_of_something_else_is_as_good_as_none(
     folder: Path, spoil: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
     data = stream(folder)
-    whole = read(data, folder, 0, WHOLE)
+    rows = read(data, folder, 0, WHOLE)
     files = sorted((folder / seek_points.POINTS_FOLDER).iterdir())
     assert [file.name for file in files] == ["lane-0.json", "lane-1.json"]
     for file in files:
         file.write_bytes(spoil(file.read_bytes()))
-    far = len(whole) - 40
+    far = len(rows) - 40
     with caplog.at_level(logging.WARNING):
-        assert read(data, folder, far) == whole[far : far + 15]
+        assert read(data, folder, far) == rows[far : far + 15]
     assert len(caplog.records) == 1
-    assert read(data, folder, far) == whole[far : far + 15]
+    assert read(data, folder, far) == rows[far : far + 15]
 
 
-def edited(content: bytes, edit: Callable[[Any], object]) -> bytes:
+def edit_points(content: bytes, edit: Callable[[Any], object]) -> bytes:
     record = json.loads(content)
     edit(record["points"])
     return json.dumps(record).encode()
@@ -278,16 +288,16 @@ def edited(content: bytes, edit: Callable[[Any], object]) -> bytes:
 
 def test_a_file_that_is_a_pipe_or_a_link_is_not_read(folder: Path, tmp_path: Path) -> None:
     data = stream(folder)
-    whole = read(data, folder, 0, WHOLE)
+    rows = read(data, folder, 0, WHOLE)
     files = sorted((folder / seek_points.POINTS_FOLDER).iterdir())
     files[1].rename(tmp_path / "elsewhere.json")
     files[1].symlink_to(tmp_path / "elsewhere.json")
     files[0].unlink()
     os.mkfifo(files[0])
-    assert read(data, folder, len(whole) // 4) == whole[len(whole) // 4 :][:15]
+    assert read(data, folder, len(rows) // 4) == rows[len(rows) // 4 :][:15]
     unusable(folder.parent, 15)
     with pytest.raises(pa.ArrowInvalid):
-        read(data, folder, len(whole) - 40)
+        read(data, folder, len(rows) - 40)
 
 
 def test_a_folder_that_cannot_be_written_to_is_done_without(
@@ -295,10 +305,10 @@ def test_a_folder_that_cannot_be_written_to_is_done_without(
 ) -> None:
     data = stream(folder)
     (folder / seek_points.POINTS_FOLDER).write_text("a file")
-    whole = read(data, folder, 0, WHOLE)
+    rows = read(data, folder, 0, WHOLE)
     assert len(caplog.records) == 1
-    far = len(whole) - 40
-    assert read(data, folder, far) == whole[far : far + 15]
+    far = len(rows) - 40
+    assert read(data, folder, far) == rows[far : far + 15]
 
 
 def test_a_killed_process_has_left_its_points(folder: Path) -> None:
@@ -334,15 +344,15 @@ def test_points_are_as_far_apart_as_a_fraction_of_the_way(
     points.begin(0, START)
     for row in range(20_000):
         points.note(0, SeekPoint(row * 500, 0, row, row))
-    kept = points._lanes[0].points
-    gaps = [other.offset - one.offset for one, other in pairwise(kept)]
+    lane_points = points._lanes[0].points
+    gaps = [other.offset - previous.offset for previous, other in pairwise(lane_points)]
     assert gaps[:60] == [1000] * 60
     assert gaps[-1] > 100_000
-    for gap, point in zip(gaps, kept, strict=False):
+    for gap, point in zip(gaps, lane_points, strict=False):
         assert gap <= max(1000, point.offset / 60 + 500)
-    assert len(kept) < 500
+    assert len(lane_points) < 500
     points.save()
-    assert SeekPoints(tmp_path, "this", 1000).before(0, 10**8) == kept[-1]
+    assert SeekPoints(tmp_path, "this", 1000).before(0, 10**8) == lane_points[-1]
     assert SeekPoints(tmp_path, "another", 1000).before(0, 10**8) == START
 
 
@@ -364,8 +374,8 @@ def test_a_short_pass_keeps_what_another_process_has_saved_meanwhile(tmp_path: P
         far.note(0, SeekPoint(offset, 0, offset, 1))
     near.note(0, SeekPoint(5, 0, 5, 1))
     near.save()
-    kept = SeekPoints(tmp_path, "this", spacing=1)
-    assert [kept.before(0, offset).offset for offset in (9, 19, 1000)] == [5, 10, 90]
+    points_on_disk = SeekPoints(tmp_path, "this", spacing=1)
+    assert [points_on_disk.before(0, offset).offset for offset in (9, 19, 1000)] == [5, 10, 90]
 
 
 def test_a_pass_to_the_end_forgets_what_the_file_has_beyond_it(tmp_path: Path) -> None:

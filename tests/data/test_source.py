@@ -87,5 +87,5 @@ def test_a_short_held_out_split_is_one_ragged_window(make_split: MakeSplit) -> N
 
 def test_fingerprints_tell_windows_apart(make_split: MakeSplit) -> None:
     split = make_split(50)
-    made = {TokenWindows(split, *args).fingerprint for args in ((8,), (9,), (8, 1))}
-    assert len(made) == 3
+    fingerprints = {TokenWindows(split, *args).fingerprint for args in ((8,), (9,), (8, 1))}
+    assert len(fingerprints) == 3

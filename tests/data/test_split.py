@@ -52,9 +52,9 @@ def size_of_any_kind(
 def test_no_sample_that_is_held_out_is_ever_trained_on(tmp_path: Path) -> None:
     """In random configurations, whatever the number of ranks and the size of batches."""
     rng = np.random.default_rng(20250115)
-    accepted = refused = 0
+    num_accepted = num_refused = 0
     kinds = set()
-    while accepted < CONFIGURATIONS:
+    while num_accepted < CONFIGURATIONS:
         total, seed = int(rng.integers(2, 300)), int(rng.integers(2**62))
         pool, sizes = rng.permutation(total), {}
         for name in HELD_OUT:
@@ -66,9 +66,9 @@ def test_no_sample_that_is_held_out_is_ever_trained_on(tmp_path: Path) -> None:
         try:
             splits = divide_samples(total, **sizes, seed=seed, classes=classes)
         except ConfigError:
-            refused += 1
+            num_refused += 1
             continue
-        accepted += 1
+        num_accepted += 1
         kinds.add((*map(type, sizes.values()), classes is not None))
         train, val, test = (set(splits[name].tolist()) for name in ("train", *HELD_OUT))
         assert len(train) + len(val) + len(test) == total
@@ -86,16 +86,16 @@ def test_no_sample_that_is_held_out_is_ever_trained_on(tmp_path: Path) -> None:
         )
         samples = SampleSet(Numbers(total), splits, config)
         world, batch = int(rng.integers(1, 9)), int(rng.integers(1, 40))
-        seen = trained_on(samples, world, batch, seed)
-        assert len(seen) == len(train)
-        assert set(seen) == train
+        numbers = trained_on(samples, world, batch, seed)
+        assert len(numbers) == len(train)
+        assert set(numbers) == train
         held_out = (set(), val, test)
         for name, members in zip(("", *HELD_OUT), held_out, strict=True):
             if members:
                 source = samples.held_out(name)
                 assert set(source.read(np.arange(len(source)))["number"].tolist()) == members
     assert len(kinds) == 3 * 3 * 2
-    assert refused < accepted
+    assert num_refused < num_accepted
 
 
 def check_size(numbers: Int64Array, size: Size, total: int) -> None:
@@ -115,15 +115,15 @@ def trained_on(samples: SampleSet, world: int, batch: int, seed: int) -> list[in
     size = order.samples_per_epoch
     assert size == len(source)
     of_epoch = order.indices(0, 0, size)
-    cursor, seen = 0, []
+    cursor, numbers = 0, []
     while cursor < size:
         plan = plan_step(cursor, size, batch)
         ids = of_epoch[plan.start : plan.start + plan.count]
         for places in divide_step(plan, world):
-            seen += source.read(samples_at(ids, places), plan.epoch)["number"].tolist()
+            numbers += source.read(samples_at(ids, places), plan.epoch)["number"].tolist()
         cursor += plan.count
     assert cursor == size
-    return seen
+    return numbers
 
 
 @settings(deadline=None)
@@ -144,12 +144,12 @@ def test_every_class_gets_its_share_of_each_split(
     assert {name: len(numbers) for name, numbers in splits.items()} == {
         name: len(numbers) for name, numbers in plain.items()
     }
-    left = {each: classes.count(each) for each in set(classes)}
+    counts_left = {label: classes.count(label) for label in set(classes)}
     for name in HELD_OUT:
-        chosen, there = of[splits[name]].tolist(), sum(left.values())
-        for each, count in left.items():
-            assert abs(chosen.count(each) - Fraction(len(chosen) * count, there)) < 1
-            left[each] -= chosen.count(each)
+        members, total = of[splits[name]].tolist(), sum(counts_left.values())
+        for label, count in counts_left.items():
+            assert abs(members.count(label) - Fraction(len(members) * count, total)) < 1
+            counts_left[label] -= members.count(label)
     assert set(of[splits["train"]].tolist()) == set(classes)
 
 
@@ -163,12 +163,12 @@ def test_equal_classes_get_equal_shares() -> None:
 def test_of_classes_alike_no_one_is_preferred() -> None:
     """Twenty classes of two samples, of which ten samples are held out: each seed takes others."""
     classes = np.repeat(np.arange(20), 2)
-    taken = np.zeros(20, dtype=np.int64)
+    counts = np.zeros(20, dtype=np.int64)
     for seed in range(200):
         val = divide_samples(40, val=10, test=0, seed=seed, classes=classes)["val"]
-        taken += np.bincount(classes[val], minlength=20)
-    assert taken.min() > 60
-    assert taken.max() < 140
+        counts += np.bincount(classes[val], minlength=20)
+    assert counts.min() > 60
+    assert counts.max() < 140
 
 
 def test_a_split_is_drawn_from_the_seed_and_looks_it() -> None:
@@ -176,8 +176,8 @@ def test_a_split_is_drawn_from_the_seed_and_looks_it() -> None:
     for name in ("train", *HELD_OUT):
         assert np.array_equal(splits[0][name], splits[1][name])
         assert not np.array_equal(splits[0][name], splits[2][name])
-    both = np.intersect1d(splits[0]["val"], splits[2]["val"])
-    assert 0 < both.size < 30
+    overlap = np.intersect1d(splits[0]["val"], splits[2]["val"])
+    assert 0 < overlap.size < 30
     assert 350 < splits[0]["val"].mean() < 650
 
 
@@ -224,7 +224,7 @@ def test_what_a_file_leaves_is_drawn_from_by_class(make_file: MakeFile) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "key", "said"),
+    ("sizes", "key", "message"),
     [
         ({"val": 0.7, "test": 0.6}, "data.val", "the shares of val and test sum to 1.3"),
         ({"val": 0.6, "test": 0.4}, "data.val", "val (6) and test (4) take all of the 10 samples"),
@@ -238,16 +238,16 @@ def test_what_a_file_leaves_is_drawn_from_by_class(make_file: MakeFile) -> None:
         ({"val": "nowhere.txt", "test": 0}, "data.val", "'nowhere.txt' cannot be read: No such file"),
     ],
 )  # fmt: skip
-def test_sizes_that_cannot_be(sizes: dict[str, Size], key: str, said: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_sizes_that_cannot_be(sizes: dict[str, Size], key: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
         divide_samples(10, **sizes, seed=1)
-    (problem,) = caught.value.problems
+    (problem,) = error.value.problems
     assert problem.key == key
-    assert said in problem.message
+    assert message in problem.message
 
 
 @pytest.mark.parametrize(
-    ("content", "line", "said"),
+    ("content", "line", "message"),
     [
         ("1\n2\n10\n", 3, "there is no sample 10; they are 0 to 9"),
         ("1\n-2\n", 2, "'-2' is no sample number"),
@@ -261,15 +261,15 @@ def test_sizes_that_cannot_be(sizes: dict[str, Size], key: str, said: str) -> No
     ],
 )
 def test_a_file_that_is_wrong_says_in_which_line(
-    content: str | bytes, line: int | None, said: str, make_file: MakeFile
+    content: str | bytes, line: int | None, message: str, make_file: MakeFile
 ) -> None:
     path = make_file(content)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as error:
         divide_samples(10, val=0.2, test=path, seed=1)
-    (problem,) = caught.value.problems
+    (problem,) = error.value.problems
     assert problem.key == "data.test"
     assert problem.where == (f"{path}:{line}" if line else "data.test")
-    assert said in str(problem)
+    assert message in str(problem)
 
 
 def test_files_that_share_a_sample(make_file: MakeFile) -> None:
@@ -279,9 +279,9 @@ def test_files_that_share_a_sample(make_file: MakeFile) -> None:
 
 
 def test_all_that_is_wrong_is_told_at_once() -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as error:
         divide_samples(10, val=1.5, test="nowhere.txt", seed=1)
-    assert [problem.key for problem in caught.value.problems] == ["data.val", "data.test"]
+    assert [problem.key for problem in error.value.problems] == ["data.val", "data.test"]
 
 
 def test_nothing_to_divide() -> None:
@@ -290,25 +290,25 @@ def test_nothing_to_divide() -> None:
 
 
 @pytest.mark.parametrize(
-    ("classes", "said"),
+    ("classes", "message"),
     [
         ([0] * 9 + [5], "class 5 has 1 sample, and all would be held out"),
         ([0] * 7 + [3, 4, 4], "class 3 has 1 sample, and all would be held out, and so would 1 "),
     ],
 )
 def test_a_class_of_which_none_is_left_to_train_on(
-    classes: list[int], said: str, make_file: MakeFile
+    classes: list[int], message: str, make_file: MakeFile
 ) -> None:
     val = make_file("7\n8\n9\n")
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as error:
         divide_samples(10, val=val, test=0, seed=1, classes=np.array(classes))
-    (problem,) = caught.value.problems
+    (problem,) = error.value.problems
     assert problem.key == "data.stratify"
-    assert problem.message.startswith(said)
+    assert problem.message.startswith(message)
 
 
 @pytest.mark.parametrize(
-    ("splits", "said"),
+    ("splits", "message"),
     [
         ({"train": [0, 1, 2], "val": [2]}, "sample 2 is in train and val"),
         ({"train": [0, 2, 2], "val": [1]}, "sample 2 is in train and train"),
@@ -318,11 +318,11 @@ def test_a_class_of_which_none_is_left_to_train_on(
         ({}, "sample 0 is in no split"),
     ],
 )
-def test_splits_that_are_none_are_noticed(splits: dict[str, list[int]], said: str) -> None:
+def test_splits_that_are_none_are_noticed(splits: dict[str, list[int]], message: str) -> None:
     arrays = {name: np.array(numbers) for name, numbers in splits.items()}
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         check_division(arrays, 3)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         SampleSet(Numbers(3), arrays, SamplesConfig())
 
 
@@ -343,17 +343,19 @@ def sample_set(**fields: object) -> SampleSet:
 
 
 def test_fingerprints_are_of_samples_and_splits() -> None:
-    one, splits = sample_set(), sample_set().splits
-    assert one.fingerprint == sample_set().fingerprint
-    swapped = {"train": splits["train"], "val": splits["test"], "test": splits["val"]}
-    assert SampleSet(Numbers(40), swapped, SamplesConfig()).fingerprint != one.fingerprint
+    samples, splits = sample_set(), sample_set().splits
+    assert samples.fingerprint == sample_set().fingerprint
+    swapped_splits = {"train": splits["train"], "val": splits["test"], "test": splits["val"]}
+    assert (
+        SampleSet(Numbers(40), swapped_splits, SamplesConfig()).fingerprint != samples.fingerprint
+    )
     other = Numbers(40)
     other.fingerprint = "others"
-    assert SampleSet(other, splits, SamplesConfig()).fingerprint != one.fingerprint
+    assert SampleSet(other, splits, SamplesConfig()).fingerprint != samples.fingerprint
     parts = [
-        one.held_out("val"),
-        one.held_out("test"),
-        one.train(1)[0],
+        samples.held_out("val"),
+        samples.held_out("test"),
+        samples.train(1)[0],
         Subset(other, splits["val"]),
     ]
     assert len({part.fingerprint for part in parts}) == 4
@@ -372,8 +374,8 @@ def test_what_is_held_out_is_asked_for_by_name() -> None:
 def test_the_order_is_the_configs_and_the_seeds() -> None:
     sequential = trained_on(sample_set(order="sequential"), 2, 7, seed=5)
     assert sequential == sample_set().splits["train"].tolist()
-    shuffled = [trained_on(sample_set(), 2, 7, seed=seed) for seed in (5, 5, 6)]
-    assert shuffled[0] == shuffled[1] != shuffled[2]
+    orders = [trained_on(sample_set(), 2, 7, seed=seed) for seed in (5, 5, 6)]
+    assert orders[0] == orders[1] != orders[2]
 
 
 @pytest.fixture
@@ -391,27 +393,27 @@ def drawing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_only_training_samples_are_transformed_each_by_its_own_number(drawing: str) -> None:
     samples = sample_set(transform=drawing)
     assert set(samples.held_out("val").read(np.array([0]))) == {"number", "twice"}
-    drawn = {}
+    values = {}
     fewer = divide_samples(40, val=0.4, test=5, seed=1)
-    for each in (samples, SampleSet(Numbers(40), fewer, samples.data)):
-        source, _ = each.train(3)
+    for dataset in (samples, SampleSet(Numbers(40), fewer, samples.data)):
+        source, _ = dataset.train(3)
         columns = source.read(np.arange(len(source)), epoch=2)
         for number, value in zip(columns["number"], columns["drawn"], strict=True):
-            assert drawn.setdefault(int(number), value) == value
-    assert len(set(drawn.values())) == len(drawn) == samples.splits["train"].size
+            assert values.setdefault(int(number), value) == value
+    assert len(set(values.values())) == len(values) == samples.splits["train"].size
 
 
 def test_workers_read_the_same(drawing: str) -> None:
-    alone, _ = sample_set(transform=drawing).train(3)
-    hosted, _ = sample_set(transform=drawing, workers=2).train(3)
+    source, _ = sample_set(transform=drawing).train(3)
+    worker_source, _ = sample_set(transform=drawing, workers=2).train(3)
     try:
-        assert isinstance(hosted, WorkerSource)
-        ids = np.arange(len(alone))
-        assert same(hosted.read(ids, 1), alone.read(ids, 1))
-        assert hosted.fingerprint == alone.fingerprint
-        assert hosted.weights(ids) == alone.weights(ids)
+        assert isinstance(worker_source, WorkerSource)
+        ids = np.arange(len(source))
+        assert same(worker_source.read(ids, 1), source.read(ids, 1))
+        assert worker_source.fingerprint == source.fingerprint
+        assert worker_source.weights(ids) == source.weights(ids)
     finally:
-        close(hosted)
+        close(worker_source)
 
 
 def test_the_source_is_closed_with_the_set_alone() -> None:

@@ -36,7 +36,7 @@ Lengths = tuple[int, ...]
 lengths_of_lanes = st.lists(st.integers(0, 25), min_size=1, max_size=4).map(tuple)
 
 
-class Given:
+class ListItems:
     """Items in lanes, some at a time."""
 
     fingerprint = "given"
@@ -52,7 +52,7 @@ class Given:
                 yield part, begin, batch
             else:
                 ends = np.cumsum([0, *map(len, batch)], dtype=np.int64)
-                ids = np.concatenate([np.array(one, np.int64) for one in batch])
+                ids = np.concatenate([np.array(document, np.int64) for document in batch])
                 yield part, begin, Ragged(ids, ends)
 
     def place(self, lane: int, part: int, row: int) -> str:
@@ -71,20 +71,20 @@ class Numbered:
     ) -> None:
         self.lengths, self.lanes, self.fails_at = lengths, len(lengths), fails_at
         self.spacing = spacing
-        self.opened = [0] * len(lengths)
-        self.given = 0
+        self.open_counts = [0] * len(lengths)
+        self.samples_read = 0
         self.alive: weakref.WeakSet[Any] = weakref.WeakSet()
         self.most_alive = 0
 
     def open(self, lane: int, seek: SeekPoint, note: Note) -> Generator[Sample, None, int]:
-        self.opened[lane] += 1
+        self.open_counts[lane] += 1
         for number in range(seek.offset, self.lengths[lane]):
             if number * self.lanes + lane == self.fails_at:
                 raise OSError("the disk is gone")
             if self.spacing and number % self.spacing == 0:
                 note(SeekPoint(number, 0, number, 1))
             sample = Sample(number * self.lanes + lane)
-            self.given += 1
+            self.samples_read += 1
             self.alive.add(sample)
             self.most_alive = max(self.most_alive, len(self.alive))
             yield sample
@@ -134,10 +134,19 @@ def reader_of(stream: Numbered, folder: Path = Path("nowhere")) -> LaneReader:
 
 
 def samples_of(
-    stream: Numbered, keep: int = 4, *, ahead: int = 0, known: bool = False, window: int = 1
+    stream: Numbered,
+    keep: int = 4,
+    *,
+    fetch_ahead: int = 0,
+    is_counted: bool = False,
+    window: int = 1,
 ) -> LaneSamples:
-    lanes = HostedLanes(Later(stream).ask, lambda: None, ahead) if ahead else reader_of(stream)
-    counts: list[int | None] = [*stream.lengths] if known else [None] * stream.lanes
+    lanes = (
+        HostedLanes(Later(stream).ask, lambda: None, fetch_ahead)
+        if fetch_ahead
+        else reader_of(stream)
+    )
+    counts: list[int | None] = [*stream.lengths] if is_counted else [None] * stream.lanes
     return LaneSamples(stream, lanes, counts, keep, window)
 
 
@@ -153,16 +162,18 @@ def windows_of(tokens: Sequence[int], context: int) -> dict[str, np.ndarray]:
     """As token shards of these tokens give them; none of fewer than two."""
     split = split_of(np.array(tokens, dtype=np.uint16), name="val")
     if len(tokens) < 2:
-        return PackedStream(TokenLanes(Given([]), ByteTokenizer(), ids=False), context).columns([])
+        return PackedStream(TokenLanes(ListItems([]), ByteTokenizer(), ids=False), context).columns(
+            []
+        )
     windows = TokenWindows(split, context)
     return windows.read(np.arange(len(windows)))
 
 
-def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    assert found.keys() == expected.keys()
+def assert_same(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert actual.keys() == expected.keys()
     for name, array in expected.items():
-        assert found[name].dtype == array.dtype == np.int64
-        assert found[name].tolist() == array.tolist(), name
+        assert actual[name].dtype == array.dtype == np.int64
+        assert actual[name].tolist() == array.tolist(), name
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "char", "bpe"])
@@ -171,18 +182,20 @@ def test_a_packed_lane_gives_the_windows_of_prepared_token_shards(
 ) -> None:
     text = [f"document {n} says {'word ' * (n % 7)}" for n in range(300)]
     file = tmp_path / "rows.jsonl"
-    file.write_bytes(b"".join(msgspec.json.encode({"text": one}) + b"\n" for one in text))
+    file.write_bytes(b"".join(msgspec.json.encode({"text": document}) + b"\n" for document in text))
     data = DataConfig(source=str(file), tokenizer=tokenizer, vocab_size=280)
     folder = prepare_dataset(data, seed=1, path=tmp_path / "prepared")
     dataset = open_dataset(folder)
-    made = load_saved_tokenizer(folder)
+    loaded_tokenizer = load_saved_tokenizer(folder)
     split = dataset.split("train")
-    whole = made.decode(split.read(0, len(split)).tolist())
-    documents = whole.split("\n" if made.end_id is None else END)
+    train_text = loaded_tokenizer.decode(split.read(0, len(split)).tolist())
+    documents = train_text.split("\n" if loaded_tokenizer.end_id is None else END)
     assert len(documents) > 200
     windows = TokenWindows(split, context=48)
-    found = lane_of(PackedStream(TokenLanes(Given(documents), made, ids=False), 48))
-    assert_same(found, windows.read(np.arange(len(windows))))
+    actual = lane_of(
+        PackedStream(TokenLanes(ListItems(documents), loaded_tokenizer, ids=False), 48)
+    )
+    assert_same(actual, windows.read(np.arange(len(windows))))
 
 
 @settings(deadline=None)
@@ -194,7 +207,7 @@ def test_a_packed_lane_gives_the_windows_of_prepared_token_shards(
 def test_any_documents_are_packed_as_token_shards_pack_them(
     texts: list[str], context: int, at_a_time: int
 ) -> None:
-    lanes = TokenLanes(Given(texts, at_a_time=at_a_time), ByteTokenizer(), ids=False)
+    lanes = TokenLanes(ListItems(texts, at_a_time=at_a_time), ByteTokenizer(), ids=False)
     end_to_end = "\n".join(text for text in texts if text).encode()
     assert_same(lane_of(PackedStream(lanes, context)), windows_of(list(end_to_end), context))
 
@@ -208,15 +221,15 @@ def test_any_documents_are_packed_as_token_shards_pack_them(
 def test_documents_of_ids_have_nothing_between_them(
     rows: list[list[int]], context: int, at_a_time: int
 ) -> None:
-    lanes = TokenLanes(Given(rows, at_a_time=at_a_time), ByteTokenizer(), ids=True)
+    lanes = TokenLanes(ListItems(rows, at_a_time=at_a_time), ByteTokenizer(), ids=True)
     end_to_end = [token for row in rows for token in row]
     assert_same(lane_of(PackedStream(lanes, context)), windows_of(end_to_end, context))
 
 
 def test_lanes_are_packed_apart_and_may_be_empty() -> None:
-    lanes = TokenLanes(Given(["abcd"], [], ["ab", "c"]), ByteTokenizer(), ids=False)
+    lanes = TokenLanes(ListItems(["abcd"], [], ["ab", "c"]), ByteTokenizer(), ids=False)
     stream = PackedStream(lanes, 3)
-    assert [[bytes(one.tolist()) for one in stream.open(lane)] for lane in range(3)] == [
+    assert [[bytes(ids.tolist()) for ids in stream.open(lane)] for lane in range(3)] == [
         [b"abcd"],
         [],
         [b"ab\nc"],
@@ -227,15 +240,17 @@ def test_without_packing_a_document_is_a_sample_cut_off_and_filled_up() -> None:
     tokenizer = train_bpe(["abc"], 300)
     end = tokenizer.end_id
     texts = ["ab", "", "abcd", "a"]
-    lanes = TokenLanes(Given(texts), tokenizer, ids=False)
+    lanes = TokenLanes(ListItems(texts), tokenizer, ids=False)
     stream = DocumentStream(lanes, 3)
     ab, abc = tokenizer.encode("ab").tolist(), tokenizer.encode("abcd").tolist()
-    assert [one.tolist() for one in stream.open(0)] == [
+    assert [ids.tolist() for ids in stream.open(0)] == [
         [*ab, end],
         [*abc, end][:4],
         [*tokenizer.encode("a").tolist(), end],
     ]
-    columns = lane_of(DocumentStream(TokenLanes(Given(["ab", "x"]), ByteTokenizer(), ids=False), 4))
+    columns = lane_of(
+        DocumentStream(TokenLanes(ListItems(["ab", "x"]), ByteTokenizer(), ids=False), 4)
+    )
     assert columns["inputs"].tolist() == [[97, 98, 0, 0], [120, 0, 0, 0]]
     assert columns["targets"].tolist() == [[98, 10, IGNORED, IGNORED], [10, *[IGNORED] * 3]]
 
@@ -244,8 +259,8 @@ def test_an_id_that_is_not_in_the_vocabulary_is_named_after_the_documents_before
     rows = [[1, 2], [3], [4, 256, 5], [6]]
     for bad in (256, -1):
         rows[2][1] = bad
-        documents = TokenLanes(Given(rows, at_a_time=4), ByteTokenizer(), ids=True).open(0)
-        assert [one.tolist() for one in next(documents)[2]] == [[1, 2], [3]]
+        documents = TokenLanes(ListItems(rows, at_a_time=4), ByteTokenizer(), ids=True).open(0)
+        assert [document.tolist() for document in next(documents)[2]] == [[1, 2], [3]]
         with pytest.raises(ConfigError, match=rf"lane 0, part 0, item 2: token {bad} is not in"):
             next(documents)
 
@@ -255,7 +270,7 @@ def test_a_long_document_is_tokenised_as_it_is_prepared(tmp_path: Path) -> None:
     text = "ab " * 400_000
     (tmp_path / "long.txt").write_text(text)
     tokenizer = train_bpe(["ab ab ab"] * 9, 270)
-    ((_, _, documents),) = TokenLanes(Given([text]), tokenizer, ids=False).open(0)
+    ((_, _, documents),) = TokenLanes(ListItems([text]), tokenizer, ids=False).open(0)
     pieces = [text[: 1 << 20], text[1 << 20 :]]
     expected = np.concatenate(tokenizer.encode_batch(pieces))
     assert np.array_equal(documents[0], expected)
@@ -266,21 +281,23 @@ def test_a_long_document_is_tokenised_as_it_is_prepared(tmp_path: Path) -> None:
     lengths=lengths_of_lanes,
     window=st.integers(1, 9),
     step=st.integers(1, 13),
-    ahead=st.integers(0, 5),
+    fetch_ahead=st.integers(0, 5),
 )
-@example(lengths=(0, 0, 0, 9), window=4, step=1, ahead=2)
+@example(lengths=(0, 0, 0, 9), window=4, step=1, fetch_ahead=2)
 def test_a_shuffled_epoch_is_read_once_and_every_sample_comes_once(
-    lengths: Lengths, window: int, step: int, ahead: int
+    lengths: Lengths, window: int, step: int, fetch_ahead: int
 ) -> None:
     stream, order = Numbered(lengths), LaneOrder(lengths, seed=2, window=window)
-    samples = samples_of(stream, 2 * window, ahead=ahead, known=True, window=window)
+    samples = samples_of(
+        stream, 2 * window, fetch_ahead=fetch_ahead, is_counted=True, window=window
+    )
     source = StreamSource(samples, ())
     for epoch in range(2):
         for start in range(0, order.samples_per_epoch, step):
             stop = min(start + step, order.samples_per_epoch)
             ids = order.indices(epoch, start, stop)
             assert source.read(ids, epoch)["id"].tolist() == ids.tolist()
-        assert all(opened <= epoch + 1 for opened in stream.opened)
+        assert all(open_count <= epoch + 1 for open_count in stream.open_counts)
 
 
 def test_what_was_just_read_is_at_hand_and_what_is_behind_it_is_read_again() -> None:
@@ -288,21 +305,21 @@ def test_what_was_just_read_is_at_hand_and_what_is_behind_it_is_read_again() -> 
     samples = samples_of(stream, keep=10)
     samples.take(np.arange(400, 501))
     assert ids_of(samples, 491, 500) == [491, 500]
-    assert stream.opened == [1]
+    assert stream.open_counts == [1]
     assert ids_of(samples, 290) == [290]
-    assert stream.opened == [2]
+    assert stream.open_counts == [2]
 
 
 def test_a_lane_is_read_from_a_seek_point_on_where_there_is_one() -> None:
     stream = Numbered((1000,), spacing=10)
     samples = samples_of(stream, window=5)
     assert ids_of(samples, 903) == [903]
-    assert stream.given == 904
+    assert stream.samples_read == 904
     for number, at_most in ((903, 0), (447, 8), (3, 4), (902, 3), (888, 9)):
-        before = stream.given
+        before = stream.samples_read
         assert ids_of(samples, number) == [number]
-        assert stream.given - before <= at_most
-    assert stream.opened == [5]
+        assert stream.samples_read - before <= at_most
+    assert stream.open_counts == [5]
 
 
 def test_as_many_as_were_asked_for_at_once_are_kept_twice() -> None:
@@ -313,26 +330,26 @@ def test_as_many_as_were_asked_for_at_once_are_kept_twice() -> None:
         samples.take(np.arange(first, first + 50))
     assert ids_of(samples, 850) == [850]
     assert ids_of(samples, 800) == [800]
-    assert stream.opened == [1]
+    assert stream.open_counts == [1]
 
 
-@pytest.mark.parametrize("ahead", [0, 16])
-def test_memory_stays_bounded(ahead: int) -> None:
+@pytest.mark.parametrize("fetch_ahead", [0, 16])
+def test_memory_stays_bounded(fetch_ahead: int) -> None:
     stream = Numbered((4000, 4000))
     order = LaneOrder(stream.lengths, seed=1, window=32)
-    samples = samples_of(stream, keep=64, ahead=ahead, known=True, window=32)
+    samples = samples_of(stream, keep=64, fetch_ahead=fetch_ahead, is_counted=True, window=32)
     for start in range(0, 8000, 16):
         samples.take(order.indices(0, start, start + 16))
     samples.take(np.array([0, 1]))  # a seek through nearly all
     samples.take(np.array([7990, 7991]))
-    assert stream.most_alive <= 2 * (64 + 32 + 2 * ahead)
+    assert stream.most_alive <= 2 * (64 + 32 + 2 * fetch_ahead)
 
 
 @pytest.mark.parametrize(("later", "what"), [(7, "ended after 7 samples"), (9, "goes on")])
-@pytest.mark.parametrize("ahead", [0, 1, 20])
-def test_another_length_the_next_time_is_an_error(later: int, what: str, ahead: int) -> None:
+@pytest.mark.parametrize("fetch_ahead", [0, 1, 20])
+def test_another_length_the_next_time_is_an_error(later: int, what: str, fetch_ahead: int) -> None:
     stream = Numbered((8,))
-    samples = samples_of(stream, keep=2, ahead=ahead)
+    samples = samples_of(stream, keep=2, fetch_ahead=fetch_ahead)
     samples.read({0: range(19, 20)})
     assert samples.counts == [8]
     stream.lengths = (later,)
@@ -352,30 +369,30 @@ def test_a_sample_outside_the_stream_is_refused() -> None:
 def test_all_lanes_are_asked_for_before_the_first_is_waited_for() -> None:
     """So that workers read them side by side, also when a run goes on far within a stream."""
     stream = Numbered((500, 500, 500))
-    asked: list[tuple[int, int, int]] = []
+    requests: list[tuple[int, int, int]] = []
     reader = Later(stream)
 
     def ask(lane: int, begin: int, count: int) -> Future[Chunk]:
-        asked.append((lane, begin, count))
+        requests.append((lane, begin, count))
         return reader.ask(lane, begin, count)
 
     lanes = HostedLanes(ask, lambda: None, fetch_ahead=7)
     samples = LaneSamples(stream, lanes, [None] * 3, keep=4)
     ids_of(samples, 1200, 1201, 1202)
-    assert asked[:3] == [(0, 400, 1), (1, 400, 1), (2, 400, 1)]
-    assert asked[3:] == [(0, 401, 7), (1, 401, 7), (2, 401, 7)]
+    assert requests[:3] == [(0, 400, 1), (1, 400, 1), (2, 400, 1)]
+    assert requests[3:] == [(0, 401, 7), (1, 401, 7), (2, 401, 7)]
 
 
-@pytest.mark.parametrize("ahead", [0, 3, 50])
-def test_what_comes_before_a_failure_is_still_read_and_the_failure_stays(ahead: int) -> None:
+@pytest.mark.parametrize("fetch_ahead", [0, 3, 50])
+def test_what_comes_before_a_failure_is_still_read_and_the_failure_stays(fetch_ahead: int) -> None:
     stream = Numbered((20,), fails_at=12)
-    samples = samples_of(stream, keep=4, ahead=ahead)
+    samples = samples_of(stream, keep=4, fetch_ahead=fetch_ahead)
     assert ids_of(samples, 8) == [8]
     for _ in range(2):
         with pytest.raises(OSError, match="the disk is gone"):
             samples.take(np.arange(8, 13))
     assert ids_of(samples, 9, 10, 11) == [9, 10, 11]
-    assert stream.opened == [1]
+    assert stream.open_counts == [1]
     assert ids_of(samples, 2) == [2]
 
 
@@ -384,29 +401,29 @@ def test_what_comes_before_a_failure_is_still_read_and_the_failure_stays(ahead: 
     lengths=lengths_of_lanes.filter(any),
     window=st.integers(1, 9),
     step=st.integers(1, 13),
-    ahead=st.integers(0, 5),
+    fetch_ahead=st.integers(0, 5),
 )
 def test_an_open_stream_gives_what_a_counted_one_gives_and_finds_its_end(
-    lengths: Lengths, window: int, step: int, ahead: int
+    lengths: Lengths, window: int, step: int, fetch_ahead: int
 ) -> None:
     stream, order = Numbered(lengths), LaneOrder([None] * len(lengths), seed=2, window=window)
     ends: list[Sequence[int]] = []
-    samples = samples_of(stream, 2 * max(window, step), ahead=ahead, window=window)
+    samples = samples_of(stream, 2 * max(window, step), fetch_ahead=fetch_ahead, window=window)
     source = OpenStreamSource(samples, order, ends.append)
-    closed = LaneOrder(lengths, seed=2, window=window)
+    closed_order = LaneOrder(lengths, seed=2, window=window)
     for epoch in range(2):
         start, going_on = 0, True
         while going_on:
-            known = source.explore(start, start + step)
-            stop = min(start + step, known)
+            end = source.explore(start, start + step)
+            stop = min(start + step, end)
             ids = order.indices(epoch, start, stop)
-            assert ids.tolist() == closed.indices(epoch, start, stop).tolist()
+            assert ids.tolist() == closed_order.indices(epoch, start, stop).tolist()
             assert source.read(ids, epoch)["id"].tolist() == ids.tolist()
             assert source.weights(ids) == (ids + 1).sum()
-            going_on = known > start + step
+            going_on = end > start + step
             start = stop
-        assert start == known == order.samples_per_epoch == sum(lengths)
-    assert max(stream.opened) <= 2
+        assert start == end == order.samples_per_epoch == sum(lengths)
+    assert max(stream.open_counts) <= 2
     assert ends == [[*lengths]]
 
 
@@ -428,14 +445,14 @@ def test_an_open_stream_may_begin_anywhere_also_beyond_its_end(
     )
     samples = samples_of(stream, 2 * window, window=window)
     source = OpenStreamSource(samples, order)
-    closed = LaneOrder(lengths, seed=2, window=window)
-    known = source.explore(start, start + step)
-    if start >= closed.samples_per_epoch:
-        assert known == order.samples_per_epoch == closed.samples_per_epoch
-    stop = min(start + step, known)
+    closed_order = LaneOrder(lengths, seed=2, window=window)
+    end = source.explore(start, start + step)
+    if start >= closed_order.samples_per_epoch:
+        assert end == order.samples_per_epoch == closed_order.samples_per_epoch
+    stop = min(start + step, end)
     if start < stop:
         ids = order.indices(0, start, stop)
-        assert ids.tolist() == closed.indices(0, start, stop).tolist()
+        assert ids.tolist() == closed_order.indices(0, start, stop).tolist()
         assert source.read(ids)["id"].tolist() == ids.tolist()
 
 
@@ -454,7 +471,7 @@ def test_going_on_far_within_a_stream_holds_few_samples() -> None:
     source.explore(5000, 5016)
     ids = order.indices(0, 5000, 5016)
     assert source.read(ids)["id"].tolist() == ids.tolist()
-    assert max(stream.opened) == 1
+    assert max(stream.open_counts) == 1
     assert stream.most_alive < 3 * (16 + 8 + 16)
 
 

@@ -50,14 +50,14 @@ def config(folder: Path, **fields: Any) -> DataConfig:
     return DataConfig(**{"kind": "stream", "source": source, "shuffle_window": 8, **fields})
 
 
-def epoch_of(data: DataConfig, folder: Path, *, counted: bool, step: int = 7) -> Iterator[Any]:
+def epoch_of(data: DataConfig, folder: Path, *, use_sizes: bool, step: int = 7) -> Iterator[Any]:
     """Columns and weight of every step of an epoch."""
-    source, order = open_stream(data, folder, CONTEXT, seed=3, use_sizes=counted)
-    start, known = 0, order.samples_per_epoch
-    while start < known:
+    source, order = open_stream(data, folder, CONTEXT, seed=3, use_sizes=use_sizes)
+    start, end = 0, order.samples_per_epoch
+    while start < end:
         if isinstance(source, OpenStreamSource):
-            known = source.explore(start, start + step)
-        ids = order.indices(0, start, min(start + step, known))
+            end = source.explore(start, start + step)
+        ids = order.indices(0, start, min(start + step, end))
         yield ids, source.read(ids), source.weights(ids)
         start += step
     source.close()
@@ -91,38 +91,38 @@ def test_counted_or_not_a_stream_gives_the_same_steps_and_weights(
     folder: Path, packing: bool, order: str
 ) -> None:
     data = config(folder, packing=packing, order=order)
-    met = as_lists(epoch_of(data, folder, counted=False))
+    first_steps = as_lists(epoch_of(data, folder, use_sizes=False))
     (folder / stream_index.LANES_FILE).unlink()
     count_lanes(data, folder)
-    counted = as_lists(epoch_of(data, folder, counted=True))
-    assert counted == met == as_lists(epoch_of(data, folder, counted=False))
-    ids = sorted(id_ for step in counted for id_ in step[0])
+    steps = as_lists(epoch_of(data, folder, use_sizes=True))
+    assert steps == first_steps == as_lists(epoch_of(data, folder, use_sizes=False))
+    ids = sorted(id_ for step in steps for id_ in step[0])
     assert len(set(ids)) == len(ids) > 40
-    for _, _, targets, weight in counted:
+    for _, _, targets, weight in steps:
         assert weight == np.count_nonzero(np.array(targets) != IGNORED)
 
 
 def test_the_number_of_workers_changes_nothing(folder: Path) -> None:
-    alone, one, two = (config(folder, workers=number) for number in range(3))
-    met = as_lists(epoch_of(one, folder, counted=False))
-    found = (folder / stream_index.LANES_FILE).read_bytes()
+    serial, one_worker, two_workers = (config(folder, workers=number) for number in range(3))
+    steps = as_lists(epoch_of(one_worker, folder, use_sizes=False))
+    lanes_content = (folder / stream_index.LANES_FILE).read_bytes()
     (folder / stream_index.LANES_FILE).unlink()
-    count_lanes(two, folder)
-    assert (folder / stream_index.LANES_FILE).read_bytes() == found
-    assert met == as_lists(epoch_of(alone, folder, counted=True))
+    count_lanes(two_workers, folder)
+    assert (folder / stream_index.LANES_FILE).read_bytes() == lanes_content
+    assert steps == as_lists(epoch_of(serial, folder, use_sizes=True))
 
 
 def test_counting_says_what_it_does_and_is_done_once(folder: Path) -> None:
-    said: list[str] = []
-    count_lanes(config(folder), folder, said.append)
-    assert "read once to the end, 5 lanes" in said[0]
-    assert len(said) == 2 + 5
+    messages: list[str] = []
+    count_lanes(config(folder), folder, messages.append)
+    assert "read once to the end, 5 lanes" in messages[0]
+    assert len(messages) == 2 + 5
     record = json.loads((folder / stream_index.LANES_FILE).read_text())
-    assert said[-1] == f"counted: {sum(record['counts']):,} tokens"
+    assert messages[-1] == f"counted: {sum(record['counts']):,} tokens"
     assert record["counts"][3] == 0
-    said.clear()
-    count_lanes(config(folder), folder, said.append)
-    assert said == []
+    messages.clear()
+    count_lanes(config(folder), folder, messages.append)
+    assert messages == []
 
 
 def test_another_context_needs_no_counting_anew(folder: Path) -> None:
@@ -141,12 +141,12 @@ def test_what_was_counted_of_another_stream_is_not_used(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"were not counted.*dispatched"):
         open_stream(data, folder, CONTEXT, seed=3, use_sizes=True)
     count_lanes(data, folder)
-    others = [
+    other_configs = [
         config(folder, lanes=2),
         config(folder, packing=False),
         config(folder, text_field="t"),
     ]
-    for other in others[:2]:
+    for other in other_configs[:2]:
         with pytest.raises(ConfigError, match="were not counted"):
             open_stream(other, folder, CONTEXT, seed=3, use_sizes=True)
     with (folder.parent / "rows-0.jsonl").open("ab") as file:
@@ -177,8 +177,8 @@ def test_another_version_of_a_function_or_a_saved_set_is_counted_anew(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(folder.parent))
-    module, saved = folder.parent / "changing.py", folder.parent / "saved"
-    kinds = (("python", "changing:texts", 1), ("stream", str(saved), 2))
+    module, saved_folder = folder.parent / "changing.py", folder.parent / "saved"
+    kinds = (("python", "changing:texts", 1), ("stream", str(saved_folder), 2))
     for kind, source, lanes in kinds:
         data = config(folder, kind=kind, source=source, lanes=lanes)
         for n in (40, 60, 30):
@@ -186,12 +186,12 @@ def test_another_version_of_a_function_or_a_saved_set_is_counted_anew(
             sys.modules.pop("changing", None)
             linecache.clearcache()
             importlib.invalidate_caches()
-            shutil.rmtree(saved, ignore_errors=True)
+            shutil.rmtree(saved_folder, ignore_errors=True)
             rows = datasets.Dataset.from_dict({"text": [*map(str, range(n))]})
-            rows.save_to_disk(saved)
-            met = as_lists(epoch_of(data, folder, counted=False))
+            rows.save_to_disk(saved_folder)
+            steps = as_lists(epoch_of(data, folder, use_sizes=False))
             (folder / stream_index.LANES_FILE).rename(folder / "before.json")
-            assert met == as_lists(epoch_of(data, folder, counted=False))
+            assert steps == as_lists(epoch_of(data, folder, use_sizes=False))
 
 
 def test_a_damaged_record_is_named(folder: Path) -> None:
@@ -202,7 +202,7 @@ def test_a_damaged_record_is_named(folder: Path) -> None:
 
 def test_a_stream_without_samples_is_not_counted(folder: Path) -> None:
     with pytest.raises(ConfigError, match="the stream has no samples"):
-        count_lanes(config(folder, kind="python", source=f"{__name__}:nothing"), folder)
+        count_lanes(config(folder, kind="python", source=f"{__name__}:short_texts"), folder)
     assert not (folder / stream_index.LANES_FILE).exists()
 
 
@@ -226,5 +226,5 @@ def test_a_worker_knows_no_torch(folder: Path) -> None:
     subprocess.run(words, check=True)
 
 
-def nothing() -> list[str]:
+def short_texts() -> list[str]:
     return ["", "a"]

@@ -42,7 +42,7 @@ OTHER = {
 def test_documents_begin_and_end_with_the_tokens_of_the_config(tmp_path: Path, kind: str) -> None:
     """As with transformers, in the data, in what is kept of the tokenizer, and in prompts."""
     write_tokenizer(kind, tmp_path / "model")
-    theirs: Any = AutoTokenizer.from_pretrained(tmp_path / "model")
+    reference: Any = AutoTokenizer.from_pretrained(tmp_path / "model")
     texts = [f"document {n} of the many" for n in range(40)]
     source = tmp_path / "docs.jsonl"
     source.write_text("\n".join(json.dumps({"text": text}) for text in texts))
@@ -50,24 +50,24 @@ def test_documents_begin_and_end_with_the_tokens_of_the_config(tmp_path: Path, k
     folder, path = str(tmp_path / "model"), str(tmp_path / "tokens")
     data = DataConfig(source=str(source), tokenizer=folder, path=path, bos=bos, eos=eos)
     create_dataset_files(data, 7)
-    begin = [theirs.convert_tokens_to_ids(bos)] if bos else []
-    end = [theirs.convert_tokens_to_ids(eos or theirs.eos_token)]
+    begin = [reference.convert_tokens_to_ids(bos)] if bos else []
+    end = [reference.convert_tokens_to_ids(eos or reference.eos_token)]
     documents = [
-        [*begin, *theirs(text, add_special_tokens=False)["input_ids"], *end] for text in texts
+        [*begin, *reference(text, add_special_tokens=False)["input_ids"], *end] for text in texts
     ]
     split = open_data(data, 7).dataset.split("train")
-    prepared = split.read(0, len(split)).tolist()
-    assert prepared[: len(documents[0])] in documents
-    assert sum(_count(document, prepared) for document in documents) > 30
-    kept = load_saved_tokenizer(tmp_path / "tokens")
-    assert prompt_tokens(kept, "a").tolist()[: len(begin)] == begin
-    assert separator_of(kept).tolist() == end
-    resumed = data.model_copy(update={"bos": kept.bos, "eos": kept.end_token})  # type: ignore[attr-defined]
-    create_dataset_files(resumed, 7)
-    for changed in ({"bos": None}, {"eos": None} if eos else {"eos": "<|endoftext|>"}):
-        if kind != "gpt2" or "eos" not in changed:
+    ids = split.read(0, len(split)).tolist()
+    assert ids[: len(documents[0])] in documents
+    assert sum(_count(document, ids) for document in documents) > 30
+    tokenizer = load_saved_tokenizer(tmp_path / "tokens")
+    assert prompt_tokens(tokenizer, "a").tolist()[: len(begin)] == begin
+    assert separator_of(tokenizer).tolist() == end
+    resume_config = data.model_copy(update={"bos": tokenizer.bos, "eos": tokenizer.end_token})  # type: ignore[attr-defined]
+    create_dataset_files(resume_config, 7)
+    for change in ({"bos": None}, {"eos": None} if eos else {"eos": "<|endoftext|>"}):
+        if kind != "gpt2" or "eos" not in change:
             with pytest.raises(ConfigError, match="is not the tokenizer that made the data set"):
-                create_dataset_files(data.model_copy(update=changed), 7)
+                create_dataset_files(data.model_copy(update=change), 7)
 
 
 def _count(part: list[int], tokens: list[int]) -> int:
@@ -80,29 +80,32 @@ def test_what_the_folder_says_changes_nothing_where_the_config_repeats_it(
 ) -> None:
     """As the config that a run writes does."""
     write_tokenizer(kind, tmp_path)
-    ours = load_saved_tokenizer(tmp_path)
-    assert isinstance(ours, BPETokenizer)
-    assert ours.bos == (LAYOUTS[kind].bos if LAYOUTS[kind].adds_bos else "")
-    again = named_tokenizer(str(tmp_path), ours.bos, ours.end_token)
-    assert again is not None
-    assert (again.fingerprint, tokenizer_files(again)) == (ours.fingerprint, tokenizer_files(ours))
+    tokenizer = load_saved_tokenizer(tmp_path)
+    assert isinstance(tokenizer, BPETokenizer)
+    assert tokenizer.bos == (LAYOUTS[kind].bos if LAYOUTS[kind].adds_bos else "")
+    same_tokenizer = named_tokenizer(str(tmp_path), tokenizer.bos, tokenizer.end_token)
+    assert same_tokenizer is not None
+    assert (same_tokenizer.fingerprint, tokenizer_files(same_tokenizer)) == (
+        tokenizer.fingerprint,
+        tokenizer_files(tokenizer),
+    )
 
 
 def test_a_tokenizer_that_ends_texts_itself_ends_them_with_the_token_of_the_config(
     tmp_path: Path,
 ) -> None:
     write_tokenizer("gemma2", tmp_path)
-    saved = json.loads((tmp_path / "tokenizer.json").read_text())
-    around = saved["post_processor"]
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    around = content["post_processor"]
     around["single"].append({"SpecialToken": {"id": "<eos>", "type_id": 0}})
     around["special_tokens"]["<eos>"] = {"id": "<eos>", "ids": [1], "tokens": ["<eos>"]}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
-    ended = named_tokenizer(str(tmp_path), None, "<end_of_turn>")
-    assert ended is not None
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = named_tokenizer(str(tmp_path), None, "<end_of_turn>")
+    assert tokenizer is not None
     bos, end = 2, 5
-    assert ended.encode("a").tolist()[0] == bos
-    assert ended.encode("a").tolist()[-1] == end
-    assert separator_of(ended).size == 0
+    assert tokenizer.encode("a").tolist()[0] == bos
+    assert tokenizer.encode("a").tolist()[-1] == end
+    assert separator_of(tokenizer).size == 0
 
 
 REFUSED = {
@@ -125,16 +128,16 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_tokens_that_surround_nothing_are_refused(case: str) -> None:
     keys, message = REFUSED[case]
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as error:
         load_config(None, keys)
-    assert message in str(caught.value)
+    assert message in str(error.value)
 
 
 def test_a_token_that_is_none_is_named_with_those_like_it(tmp_path: Path) -> None:
     write_tokenizer("gemma2", tmp_path)
-    with pytest.raises(ConfigError, match=r"data\.eos.*'<end_turn>' is no token") as caught:
+    with pytest.raises(ConfigError, match=r"data\.eos.*'<end_turn>' is no token") as error:
         named_tokenizer(str(tmp_path), None, "<end_turn>")
-    assert "special tokens: <end_of_turn>" in str(caught.value)
+    assert "special tokens: <end_of_turn>" in str(error.value)
 
 
 def test_a_run_writes_what_surrounds_its_documents_and_its_export_does_so_too(
@@ -159,32 +162,33 @@ def test_a_run_writes_what_surrounds_its_documents_and_its_export_does_so_too(
         "device": "cpu",
         "precision": "fp32",
     }
-    written = {}
+    configs = {}
     for name, around in {"plain": {}, "other": {"bos": "", "eos": "<end_of_turn>"}}.items():
         data = {"source": "docs.jsonl", "path": f"tokens-{name}", **around}
         train(
             {**common, "name": name, "data": data, "record": {**common["record"], "run_dir": name}}
         )  # type: ignore[dict-item]
-        written[name] = load_config(f"{name}/run.yaml").config.data  # type: ignore[attr-defined]
+        configs[name] = load_config(f"{name}/run.yaml").config.data  # type: ignore[attr-defined]
         assert main(["checkpoint", "export", name, f"{name}-hf", "--to", "hf"]) == 0
-    assert (written["plain"].bos, written["plain"].eos) == ("<bos>", "<eos>")
-    assert (written["other"].bos, written["other"].eos) == ("", "<end_of_turn>")
+    assert (configs["plain"].bos, configs["plain"].eos) == ("<bos>", "<eos>")
+    assert (configs["other"].bos, configs["other"].eos) == ("", "<end_of_turn>")
     for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert Path("plain-hf", file).read_bytes() == Path("base", file).read_bytes()
 
-    theirs: Any = AutoTokenizer.from_pretrained("other-hf")
-    assert theirs.eos_token == "<end_of_turn>"
+    reference: Any = AutoTokenizer.from_pretrained("other-hf")
+    assert reference.eos_token == "<end_of_turn>"
     assert (
-        theirs("the word")["input_ids"] == load_saved_tokenizer("other").encode("the word").tolist()
+        reference("the word")["input_ids"]
+        == load_saved_tokenizer("other").encode("the word").tolist()
     )
-    assert tokenizer.token_to_id("<bos>") not in theirs("the word")["input_ids"]
+    assert tokenizer.token_to_id("<bos>") not in reference("the word")["input_ids"]
     model = AutoModelForCausalLM.from_pretrained("other-hf")
-    prompt = theirs("the", return_tensors="pt")
-    text = theirs.decode(model.generate(**prompt, max_new_tokens=12, do_sample=False)[0])
+    prompt = reference("the", return_tensors="pt")
+    text = reference.decode(model.generate(**prompt, max_new_tokens=12, do_sample=False)[0])
     assert text == "the word<end_of_turn>"
     losses = torch.nn.functional.cross_entropy(
-        model(**theirs("the word", return_tensors="pt")).logits[0, :-1].float(),
-        theirs("the word", return_tensors="pt")["input_ids"][0, 1:],
+        model(**reference("the word", return_tensors="pt")).logits[0, :-1].float(),
+        reference("the word", return_tensors="pt")["input_ids"][0, 1:],
     )
     assert evaluate("other", "the word").loss == pytest.approx(losses.item(), rel=1e-4)
     assert main(["resume", "other", "--until", "41it"]) == 0

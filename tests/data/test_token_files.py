@@ -19,7 +19,7 @@ from instar.data.text.tokenizer import load_saved_tokenizer
 END = int(0.9 * len(TEXT))
 
 
-def prepared(folder: Path, source: str | Path, **keys: object) -> TokenDataset:
+def prepare_tokens(folder: Path, source: str | Path, **keys: object) -> TokenDataset:
     data = DataConfig(
         source=str(source), **{"tokenizer": str(folder / "squares" / "meta.pkl"), **keys}
     )
@@ -39,7 +39,7 @@ def with_header(file: Path, kind: int, ids: np.ndarray, count: int | None = None
 
 def test_ids_of_nanogpt_are_the_tokens(tmp_path: Path) -> None:
     folder = write_data(tmp_path / "squares")
-    dataset = prepared(
+    dataset = prepare_tokens(
         tmp_path, folder / "train.bin", val_source=str(folder / "val.bin"), test_fraction=0.0
     )
     assert tokens(dataset, "train") == ids_of(TEXT[:END]).tolist()
@@ -53,7 +53,7 @@ def test_ids_of_nanogpt_are_the_tokens(tmp_path: Path) -> None:
 def test_the_end_of_one_file_is_held_out(tmp_path: Path) -> None:
     """Every id is in one split, also where a share ends within one."""
     folder = write_data(tmp_path / "squares")
-    dataset = prepared(tmp_path, folder / "train.bin", val_fraction=0.07, test_fraction=0.05)
+    dataset = prepare_tokens(tmp_path, folder / "train.bin", val_fraction=0.07, test_fraction=0.05)
     parts = [tokens(dataset, split) for split in ("train", "val", "test")]
     assert [*chain(*parts)] == ids_of(TEXT[:END]).tolist()
     assert [len(part) / END for part in parts] == pytest.approx([0.88, 0.07, 0.05], abs=1e-3)
@@ -66,7 +66,7 @@ def test_files_of_llm_c_have_a_header(kind: int, dtype: str, tmp_path: Path) -> 
     for number, part in enumerate(np.array_split(ids, 3)):
         with_header(tmp_path / f"squares_train_{number:06}.bin", kind, part.astype(dtype))
     val = with_header(tmp_path / "val.bin", kind, ids[:50].astype(dtype))
-    dataset = prepared(
+    dataset = prepare_tokens(
         tmp_path, tmp_path / "squares_train_*.bin", val_source=str(val), test_fraction=0.0
     )
     assert tokens(dataset, "train") == ids.tolist()
@@ -76,7 +76,7 @@ def test_files_of_llm_c_have_a_header(kind: int, dtype: str, tmp_path: Path) -> 
 def test_text_is_held_out_beside_ids(tmp_path: Path) -> None:
     folder = write_data(tmp_path / "squares")
     (tmp_path / "val.txt").write_text(TEXT[:300])
-    dataset = prepared(
+    dataset = prepare_tokens(
         tmp_path, folder / "train.bin", val_source=str(tmp_path / "val.txt"), test_fraction=0.0
     )
     assert tokens(dataset, "val") == ids_of(TEXT[:300]).tolist()
@@ -111,7 +111,7 @@ def damage(kind: str, folder: Path) -> Path:
 def test_what_holds_no_ids_is_refused(kind: str, message: str, tmp_path: Path) -> None:
     write_data(tmp_path / "squares")
     with pytest.raises(ConfigError, match=message):
-        prepared(tmp_path, damage(kind, tmp_path))
+        prepare_tokens(tmp_path, damage(kind, tmp_path))
     assert not (tmp_path / "data").exists()
 
 
@@ -119,4 +119,4 @@ def test_what_holds_no_ids_is_refused(kind: str, message: str, tmp_path: Path) -
 def test_no_tokenizer_is_trained_on_ids(kind: str, tmp_path: Path) -> None:
     folder = write_data(tmp_path / "squares")
     with pytest.raises(ConfigError, match=f"a {kind} tokenizer cannot be trained on token ids"):
-        prepared(tmp_path, folder / "train.bin", tokenizer=kind)
+        prepare_tokens(tmp_path, folder / "train.bin", tokenizer=kind)

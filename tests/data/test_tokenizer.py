@@ -34,7 +34,7 @@ def all_kinds() -> list[Tokenizer]:
     return [ByteTokenizer(), train_char(TEXTS), train_bpe(TEXTS, 300)]
 
 
-@pytest.mark.parametrize("tokenizer", all_kinds(), ids=lambda one: one.kind)
+@pytest.mark.parametrize("tokenizer", all_kinds(), ids=lambda example: example.kind)
 def test_training_text_comes_back(tokenizer: Tokenizer) -> None:
     for text in TEXTS[:2]:
         ids = tokenizer.encode(text)
@@ -42,7 +42,7 @@ def test_training_text_comes_back(tokenizer: Tokenizer) -> None:
         assert ids.max() < tokenizer.vocab_size
 
 
-@pytest.mark.parametrize("tokenizer", all_kinds(), ids=lambda one: one.kind)
+@pytest.mark.parametrize("tokenizer", all_kinds(), ids=lambda example: example.kind)
 def test_the_bytes_of_tokens_are_those_of_their_text(tokenizer: Tokenizer) -> None:
     sizes = token_bytes(tokenizer)
     assert sizes is not None
@@ -68,12 +68,12 @@ def test_any_text_comes_back_from_bytes_and_bpe(text: str) -> None:
 BPE = train_bpe(TEXTS, 300)
 
 
-@pytest.mark.parametrize("tokenizer", all_kinds(), ids=lambda one: one.kind)
+@pytest.mark.parametrize("tokenizer", all_kinds(), ids=lambda example: example.kind)
 def test_a_lone_surrogate_is_no_accident(tokenizer: Tokenizer) -> None:
     assert tokenizer.encode("a\udc80b").size == 3
 
 
-@pytest.mark.parametrize("tokenizer", all_kinds(), ids=lambda one: one.kind)
+@pytest.mark.parametrize("tokenizer", all_kinds(), ids=lambda example: example.kind)
 def test_nothing_is_no_tokens(tokenizer: Tokenizer) -> None:
     assert tokenizer.encode("").size == 0
     assert tokenizer.decode([]) == ""
@@ -115,8 +115,8 @@ def test_bpe_is_trained_on_a_line_without_words_as_on_its_parts() -> None:
         train_bpe([f"so {line} on"], 300).to_json()
         == train_bpe([f"so {parts[0]}", *parts[1:-1], f"{parts[-1]} on"], 300).to_json()
     )
-    kept = line[:1024]  # what may be a word stays one
-    assert train_bpe([kept], 300).to_json() != train_bpe(parts[:8], 300).to_json()
+    prefix = line[:1024]  # what may be a word stays one
+    assert train_bpe([prefix], 300).to_json() != train_bpe(parts[:8], 300).to_json()
     assert train_bpe([" " * 3000, "=" * 3000], 300).vocab_size > 257
 
 
@@ -130,14 +130,14 @@ def test_bpe_needs_room_for_all_bytes(vocab_size: int) -> None:
         train_bpe(TEXTS, vocab_size)
 
 
-@pytest.mark.parametrize("tokenizer", all_kinds(), ids=lambda one: one.kind)
+@pytest.mark.parametrize("tokenizer", all_kinds(), ids=lambda example: example.kind)
 def test_a_saved_tokenizer_loads_as_it_was(tmp_path: Path, tokenizer: Tokenizer) -> None:
     (tmp_path / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
-    loaded = load_saved_tokenizer(tmp_path, fingerprint=tokenizer.fingerprint)
-    assert loaded.kind == tokenizer.kind
-    assert loaded.vocab_size == tokenizer.vocab_size
-    assert loaded.end_id == tokenizer.end_id
-    assert loaded.encode("self é").tolist() == tokenizer.encode("self é").tolist()
+    loaded_tokenizer = load_saved_tokenizer(tmp_path, fingerprint=tokenizer.fingerprint)
+    assert loaded_tokenizer.kind == tokenizer.kind
+    assert loaded_tokenizer.vocab_size == tokenizer.vocab_size
+    assert loaded_tokenizer.end_id == tokenizer.end_id
+    assert loaded_tokenizer.encode("self é").tolist() == tokenizer.encode("self é").tolist()
 
 
 def test_bpe_is_saved_as_the_tokenizers_library_does() -> None:
@@ -151,7 +151,7 @@ def test_another_tokenizer_than_expected_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "saved",
+    "content",
     [
         "",
         "[]",
@@ -163,8 +163,8 @@ def test_another_tokenizer_than_expected_is_refused(tmp_path: Path) -> None:
         "\ufeff",
     ],
 )
-def test_what_is_no_tokenizer_is_refused(tmp_path: Path, saved: str) -> None:
-    (tmp_path / "tokenizer.json").write_text(saved, encoding="utf-8")
+def test_what_is_no_tokenizer_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(content, encoding="utf-8")
     with pytest.raises(ConfigError, match="not a saved tokenizer"):
         load_saved_tokenizer(tmp_path)
 
@@ -181,9 +181,9 @@ def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
 
 
 def test_distinct_tokenizers_have_distinct_fingerprints() -> None:
-    made: list[Tokenizer] = [*all_kinds(), train_char(["ab"]), train_bpe(TEXTS, 270)]
-    assert len({one.fingerprint for one in made}) == len(made)
-    assert isinstance(made[2], BPETokenizer)
+    all_tokenizers: list[Tokenizer] = [*all_kinds(), train_char(["ab"]), train_bpe(TEXTS, 270)]
+    assert len({tokenizer.fingerprint for tokenizer in all_tokenizers}) == len(all_tokenizers)
+    assert isinstance(all_tokenizers[2], BPETokenizer)
 
 
 def foreign(*ends: str) -> tokenizers.Tokenizer:
@@ -211,9 +211,9 @@ def test_no_name_of_a_token_is_taken_for_the_end_of_a_document(ends: list[str]) 
 
 
 def test_ids_may_have_gaps() -> None:
-    saved = json.loads(foreign().to_str())
-    saved["model"]["vocab"]["ab"] = 9
-    tokenizer = parse_tokenizer(json.dumps(saved))
+    content = json.loads(foreign().to_str())
+    content["model"]["vocab"]["ab"] = 9
+    tokenizer = parse_tokenizer(json.dumps(content))
     assert tokenizer.encode("ab").tolist() == [9]
     assert tokenizer.vocab_size == 10
 
@@ -223,8 +223,8 @@ def test_a_text_is_encoded_whole_whatever_the_file_says_of_truncation() -> None:
     model.enable_truncation(2)
     model.enable_padding(pad_id=4, pad_token="<pad>")
     texts = ["abcabc", "a"]
-    encoded = parse_tokenizer(model.to_str()).encode_batch(texts)
-    assert [ids.tolist() for ids in encoded] == [[3, 2, 3, 2], [0]]
+    encodings = parse_tokenizer(model.to_str()).encode_batch(texts)
+    assert [ids.tolist() for ids in encodings] == [[3, 2, 3, 2], [0]]
 
 
 @settings(deadline=None)
@@ -250,9 +250,9 @@ def test_a_file_and_its_folder_name_the_same_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(BPE.to_json())
     (tmp_path / "chars.json").write_text(train_char(["ab"]).to_json())
     for name in (tmp_path, tmp_path / "tokenizer.json"):
-        named = named_tokenizer(str(name))
-        assert named is not None
-        assert named.fingerprint == BPE.fingerprint
+        tokenizer = named_tokenizer(str(name))
+        assert tokenizer is not None
+        assert tokenizer.fingerprint == BPE.fingerprint
     chars = named_tokenizer(str(tmp_path / "chars.json"))
     assert chars is not None
     assert chars.kind == "char"

@@ -24,12 +24,12 @@ from instar.record.atomic import atomic_dir
 
 
 def write_dataset(folder: Path, tokens: np.ndarray, *, vocab_size: int, shard_tokens: int) -> Path:
-    with atomic_dir(folder) as aside:
-        writer = ShardWriter(aside, "train", "t", vocab_size, shard_tokens)
+    with atomic_dir(folder) as staging:
+        writer = ShardWriter(staging, "train", "t", vocab_size, shard_tokens)
         for part in np.array_split(tokens, 7):
             writer.append(part)
         write_record(
-            aside,
+            staging,
             tokenizer=TokenizerRecord(kind="byte", fingerprint="t"),
             vocab_size=vocab_size,
             splits={"train": writer.close()},
@@ -157,17 +157,17 @@ def test_a_damaged_or_foreign_shard_is_named(
     dataset_folder: Path, damage: Callable[[Path], None], says: str
 ) -> None:
     damage(dataset_folder / "val-00000.safetensors")
-    with pytest.raises(ConfigError, match=says) as caught:
+    with pytest.raises(ConfigError, match=says) as error:
         open_dataset(dataset_folder)
-    assert "val-00000.safetensors" in caught.value.problems[0].where
+    assert "val-00000.safetensors" in error.value.problems[0].where
 
 
 def test_all_damaged_shards_are_named_at_once(dataset_folder: Path) -> None:
     cut_short(dataset_folder / "train-00000.safetensors")
     make_text(dataset_folder / "test-00000.safetensors")
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as error:
         open_dataset(dataset_folder)
-    assert len(caught.value.problems) == 2
+    assert len(error.value.problems) == 2
 
 
 def test_a_shard_of_another_data_set_is_refused(tmp_path: Path, dataset_folder: Path) -> None:
@@ -185,9 +185,9 @@ def test_a_flipped_bit_is_found_by_verifying(dataset_folder: Path) -> None:
     content[-7] ^= 1
     rewrite(shard, bytes(content))
     dataset = open_dataset(dataset_folder)
-    with pytest.raises(ConfigError, match="not those that were written") as caught:
+    with pytest.raises(ConfigError, match="not those that were written") as error:
         verify_tokens(dataset)
-    assert caught.value.problems[0].where == str(shard)
+    assert error.value.problems[0].where == str(shard)
 
 
 def flip(shard: Path, *, keep_time: bool = False) -> None:
@@ -210,12 +210,12 @@ def test_a_shard_is_verified_once_after_each_change(
     with monkeypatch.context() as patch:
         patch.setattr(verify, "_damage", lambda *_: pytest.fail("a shard is read again"))
         verify_changed(dataset_folder)
-    for damaged, keep_time in ((other, False), (shard, True)):  # the kernel's ctime tells
-        flip(damaged, keep_time=keep_time)
-        with pytest.raises(ConfigError, match="not those that were written") as caught:
+    for path, keep_time in ((other, False), (shard, True)):  # the kernel's ctime tells
+        flip(path, keep_time=keep_time)
+        with pytest.raises(ConfigError, match="not those that were written") as error:
             verify_changed(dataset_folder)
-        assert [problem.where for problem in caught.value.problems] == [str(damaged)]
-        flip(damaged)
+        assert [problem.where for problem in error.value.problems] == [str(path)]
+        flip(path)
         verify_changed(dataset_folder)
 
 
@@ -272,8 +272,8 @@ def test_a_split_that_is_not_there_is_named(dataset_folder: Path) -> None:
 
 def test_nothing_is_visible_after_a_failure(tmp_path: Path) -> None:
     def fail_while_publishing() -> None:
-        with atomic_dir(tmp_path / "set", key="data.path", first_wins=True) as aside:
-            (aside / "half").write_text("half")
+        with atomic_dir(tmp_path / "set", key="data.path", first_wins=True) as staging:
+            (staging / "half").write_text("half")
             raise ValueError("in the middle")
 
     with pytest.raises(ValueError, match="in the middle"):
@@ -289,8 +289,8 @@ def test_nothing_is_visible_after_a_kill(tmp_path: Path) -> None:
         "    (aside / 'half').write_text('half')\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    killed = subprocess.run([sys.executable, "-c", program, tmp_path / "set"], env=environment())
-    assert killed.returncode == -signal.SIGKILL
+    result = subprocess.run([sys.executable, "-c", program, tmp_path / "set"], env=environment())
+    assert result.returncode == -signal.SIGKILL
     assert [path for path in tmp_path.iterdir() if not path.name.startswith(".tmp-")] == []
 
 

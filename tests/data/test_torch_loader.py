@@ -21,7 +21,7 @@ def config(*overrides: str) -> RunConfig:
 
 
 @pytest.mark.parametrize(
-    ("loader", "overrides", "said"),
+    ("loader", "overrides", "notes"),
     [
         ({"shuffle": True}, (), []),
         ({"sampler": WeightedRandomSampler([1.0] * 12, 12)}, (), []),
@@ -59,11 +59,13 @@ def config(*overrides: str) -> RunConfig:
     ],
 )
 def test_settings_that_are_not_used_are_said(
-    loader: dict[str, Any], overrides: tuple[str, ...], said: list[str]
+    loader: dict[str, Any], overrides: tuple[str, ...], notes: list[str]
 ) -> None:
-    made = DataLoader(SAMPLES, **{"batch_size": 4, **loader})  # type: ignore[arg-type, var-annotated]
-    assert unused_settings(made, config(*overrides)) == said
-    assert unused_settings({"train": made, "val": DataLoader(SAMPLES)}, config(*overrides)) == said  # type: ignore[arg-type]
+    train = DataLoader(SAMPLES, **{"batch_size": 4, **loader})  # type: ignore[arg-type, var-annotated]
+    assert unused_settings(train, config(*overrides)) == notes
+    assert (
+        unused_settings({"train": train, "val": DataLoader(SAMPLES)}, config(*overrides)) == notes
+    )  # type: ignore[arg-type]
     assert unused_settings(SAMPLES, config(*overrides)) == []
 
 

@@ -76,14 +76,14 @@ FORMS: dict[str, Callable[[], Any]] = {
 def test_a_form_of_samples_is_the_same_samples(form: str) -> None:
     source = as_source(FORMS[form]())
     assert len(source) == 20
-    found = source.read(np.array([3, 0, 19]))
-    np.testing.assert_array_equal(found["x"], X[[3, 0, 19]], strict=True)
-    np.testing.assert_array_equal(found["y"], Y[[3, 0, 19]], strict=True)
+    columns = source.read(np.array([3, 0, 19]))
+    np.testing.assert_array_equal(columns["x"], X[[3, 0, 19]], strict=True)
+    np.testing.assert_array_equal(columns["y"], Y[[3, 0, 19]], strict=True)
 
 
 def test_a_table_is_read_by_its_columns() -> None:
-    found = as_source(DataFrame({"height": X[:, 0], "y": Y})).read(np.array([1]))
-    assert found["height"] == X[1, 0]
+    columns = as_source(DataFrame({"height": X[:, 0], "y": Y})).read(np.array([1]))
+    assert columns["height"] == X[1, 0]
 
 
 def molecules(n: int) -> list[Graph]:
@@ -101,19 +101,19 @@ def molecules(n: int) -> list[Graph]:
 
 
 @pytest.mark.parametrize(
-    "given", [molecules, lambda n: iter(molecules(n)), lambda n: GraphLoader(molecules(n), 4)]
+    "samples", [molecules, lambda n: iter(molecules(n)), lambda n: GraphLoader(molecules(n), 4)]
 )
-def test_graphs_are_ragged_and_their_text_is_left_out(given: Callable[[int], Any]) -> None:
-    found = as_source(given(6)).read(np.array([1, 4]))
-    assert set(found) == {"x", "edges", "edge_attr", "y"}
-    edge_attr, y = found["edge_attr"], found["y"]
+def test_graphs_are_ragged_and_their_text_is_left_out(samples: Callable[[int], Any]) -> None:
+    columns = as_source(samples(6)).read(np.array([1, 4]))
+    assert set(columns) == {"x", "edges", "edge_attr", "y"}
+    edge_attr, y = columns["edge_attr"], columns["y"]
     assert isinstance(edge_attr, Ragged)
     assert edge_attr.sizes.tolist() == [2, 2]
     np.testing.assert_array_equal(y, [[2.0, 0.0], [5.0, 0.0]])
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("samples", "message"),
     [
         (
             [{"text": "two words"}],
@@ -143,25 +143,29 @@ def test_graphs_are_ragged_and_their_text_is_left_out(given: Callable[[int], Any
         ({"training": tensors()}, "training is a TensorDataset, .*; data sets of splits are named"),
     ],
 )
-def test_what_is_wrong_with_samples_is_said(given: Any, message: str) -> None:
+def test_what_is_wrong_with_samples_is_said(samples: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        as_source(given)
+        as_source(samples)
 
 
-def split(given: Any, **data: Any) -> SampleSet | StreamedSet:
-    def made() -> Any:
-        return given() if callable(given) else given
+def split(samples: Any, **data: Any) -> SampleSet | StreamedSet:
+    def make() -> Any:
+        return samples() if callable(samples) else samples
 
-    return sample_set(made, made(), (), SamplesConfig(**data), seed=5)
+    return sample_set(make, make(), (), SamplesConfig(**data), seed=5)
 
 
 def test_splits_that_are_given_are_kept_and_others_are_drawn() -> None:
     tables = {name: datasets.Dataset.from_dict({"x": X[:n]}) for name, n in PARTS.items()}
-    found = split(datasets.DatasetDict(tables), test=2)
-    assert isinstance(found, SampleSet)
-    assert {name: found.size(name) for name in found.splits} == {"train": 18, "val": 5, "test": 2}
-    np.testing.assert_array_equal(found.held_out("val").read(np.arange(5))["x"], X[:5])
-    train, _ = found.train(seed=1)
+    dataset = split(datasets.DatasetDict(tables), test=2)
+    assert isinstance(dataset, SampleSet)
+    assert {name: dataset.size(name) for name in dataset.splits} == {
+        "train": 18,
+        "val": 5,
+        "test": 2,
+    }
+    np.testing.assert_array_equal(dataset.held_out("val").read(np.arange(5))["x"], X[:5])
+    train, _ = dataset.train(seed=1)
     assert len(np.unique(train.read(np.arange(18))["x"], axis=0)) == 18
 
 
@@ -170,12 +174,12 @@ PARTS = {"train": 20, "validation": 5}
 
 def test_parts_of_random_split_are_splits() -> None:
     train, val, test = random_split(tensors(), [12, 4, 4])
-    found = split({"train": train, "val": val, "test": test})
-    assert [found.size(name) for name in ("train", "val", "test")] == [12, 4, 4]
+    dataset = split({"train": train, "val": val, "test": test})
+    assert [dataset.size(name) for name in ("train", "val", "test")] == [12, 4, 4]
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("splits", "message"),
     [
         (
             {"train": tensors(), "unlabelled": tensors()},
@@ -189,9 +193,9 @@ def test_parts_of_random_split_are_splits() -> None:
         ({"train": tensors(), "val": [(X[0], 0.5)]}, "val has y as float64, not int64 as in train"),
     ],
 )
-def test_what_is_wrong_with_splits_is_said(given: Any, message: str) -> None:
+def test_what_is_wrong_with_splits_is_said(splits: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        split(given)
+        split(splits)
 
 
 def test_an_array_called_train_is_a_column() -> None:
@@ -202,15 +206,15 @@ def test_an_array_called_train_is_a_column() -> None:
 
 
 def stream(train: Any, **data: Any) -> StreamedSet:
-    found = split(
+    dataset = split(
         lambda: {"train": train() if callable(train) else train, "val": tensors()}, **data
     )
-    assert isinstance(found, StreamedSet)
-    return found
+    assert isinstance(dataset, StreamedSet)
+    return dataset
 
 
-def taken(
-    found: StreamedSet,
+def read_numbers(
+    dataset: StreamedSet,
     cursor: int,
     steps: int,
     rank: int = 0,
@@ -218,7 +222,7 @@ def taken(
     drop_last: bool = False,
 ) -> list[int]:
     """The numbers of the samples that a rank reads in some steps of six, from a cursor on."""
-    source, order = found.train(seed=3)
+    source, order = dataset.train(seed=3)
     reader = LocalReader(source, order, ranks, range(rank, rank + 1), "test", drop_last)
     numbers: list[int] = []
     for _ in range(steps):
@@ -241,37 +245,42 @@ ITERABLES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("given", ITERABLES)
+@pytest.mark.parametrize("kind", ITERABLES)
 @pytest.mark.parametrize("order", ["shuffled", "sequential"])
-def test_a_stream_resumes_at_any_place_of_any_pass(given: str, order: str) -> None:
-    found = stream(ITERABLES[given], order=order, shuffle_window=8)
-    whole = taken(found, 0, 8)  # 6, 6, 6, 2 samples in each pass
-    assert sorted(whole[:20]) == sorted(whole[20:]) == list(range(20))
-    assert (whole[:20] == list(range(20))) == (order == "sequential")
-    assert taken(found, 12, 3) == whole[12:26]
-    assert taken(found, 32, 1) == whole[32:38]
+def test_a_stream_resumes_at_any_place_of_any_pass(kind: str, order: str) -> None:
+    dataset = stream(ITERABLES[kind], order=order, shuffle_window=8)
+    numbers = read_numbers(dataset, 0, 8)  # 6, 6, 6, 2 samples in each pass
+    assert sorted(numbers[:20]) == sorted(numbers[20:]) == list(range(20))
+    assert (numbers[:20] == list(range(20))) == (order == "sequential")
+    assert read_numbers(dataset, 12, 3) == numbers[12:26]
+    assert read_numbers(dataset, 32, 1) == numbers[32:38]
 
 
 @pytest.mark.parametrize("order", ["shuffled", "sequential"])
 def test_a_stream_leaves_out_the_rest_of_a_pass_though_its_length_is_not_known(order: str) -> None:
-    found = stream(Reading(20), order=order, shuffle_window=8)
-    whole = taken(found, 0, 8)
-    left = taken(found, 0, 6, drop_last=True)  # 6, 6, 6 samples in each pass
-    assert left == whole[:18] + whole[20:38]
+    dataset = stream(Reading(20), order=order, shuffle_window=8)
+    numbers = read_numbers(dataset, 0, 8)
+    full_batches = read_numbers(dataset, 0, 6, drop_last=True)  # 6, 6, 6 samples in each pass
+    assert full_batches == numbers[:18] + numbers[20:38]
     for cursor, steps in ((12, 4), (18, 3), (20, 3), (32, 1)):
-        begun = {12: 12, 18: 18, 20: 18, 32: 30}[cursor]
-        assert taken(found, cursor, steps, drop_last=True) == left[begun : begun + 6 * steps]
+        begin = {12: 12, 18: 18, 20: 18, 32: 30}[cursor]
+        assert (
+            read_numbers(dataset, cursor, steps, drop_last=True)
+            == full_batches[begin : begin + 6 * steps]
+        )
 
 
 def test_ranks_share_the_samples_of_a_stream() -> None:
-    found = stream(Reading(20), shuffle_window=8)
-    of_ranks = [taken(found, 0, 4, rank, 2) for rank in range(2)]
+    dataset = stream(Reading(20), shuffle_window=8)
+    of_ranks = [read_numbers(dataset, 0, 4, rank, 2) for rank in range(2)]
     assert sorted(of_ranks[0] + of_ranks[1]) == list(range(20))
-    assert of_ranks[0][:3] + of_ranks[1][:3] == taken(found, 0, 1)
+    assert of_ranks[0][:3] + of_ranks[1][:3] == read_numbers(dataset, 0, 1)
 
 
 def test_a_stream_need_not_end() -> None:
-    assert taken(stream(Reading(None), order="sequential"), 6_000, 1) == list(range(6_000, 6_006))
+    assert read_numbers(stream(Reading(None), order="sequential"), 6_000, 1) == list(
+        range(6_000, 6_006)
+    )
     assert stream(Reading(None)).size("train") is None
 
 
@@ -279,17 +288,17 @@ def test_a_function_may_begin_each_pass() -> None:
     def numbers() -> Iterable[Any]:
         return Reading(9)
 
-    given = {"train": numbers, "val": tensors()}
-    found = sample_set(lambda: given, given, (), SamplesConfig(order="sequential"), seed=1)
-    assert isinstance(found, StreamedSet)
-    assert taken(found, 0, 3) == [*range(9), *range(6)]
+    splits = {"train": numbers, "val": tensors()}
+    dataset = sample_set(lambda: splits, splits, (), SamplesConfig(order="sequential"), seed=1)
+    assert isinstance(dataset, StreamedSet)
+    assert read_numbers(dataset, 0, 3) == [*range(9), *range(6)]
 
 
 def test_a_stream_that_changes_is_refused() -> None:
     passes = [range(9), range(9), (0, 1, 5)]
-    found = stream(lambda: ((X[0], n) for n in passes.pop(0)))
+    dataset = stream(lambda: ((X[0], n) for n in passes.pop(0)))
     with pytest.raises(StreamChanged, match="item 2 is not what it was"):
-        taken(found, 0, 1)
+        read_numbers(dataset, 0, 1)
 
 
 class Words:
@@ -306,22 +315,22 @@ class Words:
 
 
 def test_whether_a_column_is_ragged_does_not_depend_on_what_is_read() -> None:
-    for given in (Words(40), [Words(40)[i] for i in range(40)]):
-        source = as_source(given)
+    for samples in (Words(40), [Words(40)[i] for i in range(40)]):
+        source = as_source(samples)
         for ids in ([0], [0, 1], [3, 4]):
             assert ragged_names(source.read(np.array(ids))) == {"words"}
-    alike = as_source(Words(4, size=3))
-    assert ragged_names(alike.read(np.arange(4))) == frozenset()
+    dense_source = as_source(Words(4, size=3))
+    assert ragged_names(dense_source.read(np.arange(4))) == frozenset()
 
 
 @pytest.mark.parametrize("train", [Words(40), (lambda: map(Words(40).__getitem__, range(40)))])
 def test_splits_have_the_same_columns_ragged(train: Any) -> None:
     for first, second in ((train, Words(9, size=3)), (Words(9, size=3), Words(40))):
-        found = split({"train": first, "val": second})
-        of_train, order = found.train(1)
-        if isinstance(found, StreamedSet):
+        dataset = split({"train": first, "val": second})
+        of_train, order = dataset.train(1)
+        if isinstance(dataset, StreamedSet):
             order.explore(0, 1)  # type: ignore[attr-defined]
-        for part in (of_train, found.held_out("val")):
+        for part in (of_train, dataset.held_out("val")):
             assert ragged_names(part.read(np.array([0]))) == {"words"}
 
 
@@ -333,9 +342,9 @@ def test_a_sample_of_another_size_than_all_before_is_named() -> None:
     message = "sample 98: words has 4 rows, sample 97 has 3; .* pad all samples to one size"
     with pytest.raises(ValueError, match=message):
         as_source(Odd(200)).read(np.array([97, 98]))
-    found = stream(lambda: lambda: map(Odd(200).__getitem__, range(200)), order="sequential")
+    dataset = stream(lambda: lambda: map(Odd(200).__getitem__, range(200)), order="sequential")
     with pytest.raises(ValueError, match="sample 98: words has 4 rows"):
-        taken(found, 0, 20)
+        read_numbers(dataset, 0, 20)
 
 
 def test_an_error_of_the_iterable_says_how_far_it_came() -> None:
@@ -343,9 +352,9 @@ def test_an_error_of_the_iterable_says_how_far_it_came() -> None:
         yield from Reading(70)
         raise OSError("the disk is gone")
 
-    with pytest.raises(OSError, match="the disk is gone") as raised:
-        taken(stream(lambda: items, order="sequential"), 66, 1)
-    assert "after 70 items of the iterable" in raised.value.__notes__
+    with pytest.raises(OSError, match="the disk is gone") as error:
+        read_numbers(stream(lambda: items, order="sequential"), 66, 1)
+    assert "after 70 items of the iterable" in error.value.__notes__
 
 
 @pytest.mark.parametrize(
@@ -377,9 +386,9 @@ def test_an_iterable_without_splits_must_fit_in_memory(monkeypatch: pytest.Monke
 def test_nodes_of_graphs_without_features_are_counted() -> None:
     edges = torch.tensor([[0, 1], [1, 0]])
     graphs = [Graph(edge_index=edges, num_nodes=4 + k % 3, y=torch.tensor([k])) for k in range(6)]
-    for given in (graphs, iter(graphs)):
-        found = as_source(given).read(np.arange(6))
-        np.testing.assert_array_equal(found["num_nodes"], [4, 5, 6, 4, 5, 6])
+    for samples in (graphs, iter(graphs)):
+        columns = as_source(samples).read(np.arange(6))
+        np.testing.assert_array_equal(columns["num_nodes"], [4, 5, 6, 4, 5, 6])
     graphs[0] = Graph(x=torch.zeros(3, 2), edge_index=edges, num_nodes=4)
     with pytest.raises(ValueError, match="num_nodes is 4, but there are 3 rows of features"):
         as_source(graphs[:1])
@@ -401,7 +410,7 @@ MASKED = np.ma.masked_equal(np.arange(20.0).reshape(20, 1), 7.0)
 
 
 @pytest.mark.parametrize(
-    "given",
+    "make_samples",
     [
         lambda: {"a": {"x": MASKED}},
         lambda: {"x": MASKED},
@@ -410,24 +419,24 @@ MASKED = np.ma.masked_equal(np.arange(20.0).reshape(20, 1), 7.0)
         lambda: [(row, 1) for row in MASKED],
     ],
 )
-def test_masked_values_are_refused_by_name(given: Callable[[], Any]) -> None:
+def test_masked_values_are_refused_by_name(make_samples: Callable[[], Any]) -> None:
     with pytest.raises(ValueError, match=r"x has 1 masked value, which would count as data; fill"):
-        as_source(given())
+        as_source(make_samples())
 
 
 @pytest.mark.parametrize("dtype", [">f4", ">i8", ">c8"])
 def test_arrays_of_another_byte_order_are_converted(dtype: str) -> None:
     values = np.arange(20).astype(dtype)
-    for given in ({"x": values}, [{"x": value} for value in values], (values, Y)):
-        found = as_source(given).read(np.arange(20))["x"]
-        assert isinstance(found, np.ndarray)
-        assert found.dtype.isnative
-        np.testing.assert_array_equal(found, values)
-        torch.from_numpy(found)
+    for samples in ({"x": values}, [{"x": value} for value in values], (values, Y)):
+        column = as_source(samples).read(np.arange(20))["x"]
+        assert isinstance(column, np.ndarray)
+        assert column.dtype.isnative
+        np.testing.assert_array_equal(column, values)
+        torch.from_numpy(column)
 
 
 def test_an_array_without_masked_values_is_an_array() -> None:
-    found = as_source({"x": np.ma.masked_equal(np.arange(4), 9)}).read(np.arange(4))["x"]
-    assert type(found) is np.ndarray
+    column = as_source({"x": np.ma.masked_equal(np.arange(4), 9)}).read(np.arange(4))["x"]
+    assert type(column) is np.ndarray
     with pytest.raises(ValueError, match="x is float128, which torch does not have"):
         as_source({"x": np.zeros(3, dtype=np.longdouble)})

@@ -64,7 +64,7 @@ def lines(place: Path) -> None:
         (place / f"p{number}.jsonl").write_bytes(of([row | further for row in rows]))
 
 
-def packed(ending: str, pack: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+def write_packed(ending: str, pack: Callable[[bytes], bytes]) -> Callable[[Path], None]:
     return lambda place: (place / f"p.jsonl.{ending}").write_bytes(pack(of(ROWS))) and None
 
 
@@ -79,10 +79,10 @@ FILES: dict[str, Callable[[Path], Any]] = {
     "a byte order mark": lambda place: (place / "p.jsonl").write_bytes(b"\xef\xbb\xbf" + of(ROWS)),
     "a JSON array": lambda place: (place / "p.json").write_text(json.dumps(ROWS, indent=1)),
     "JSON lines named .json": lambda place: (place / "p.json").write_bytes(of(ROWS)),
-    "gzip": packed("gz", gzip.compress),
-    "bzip2": packed("bz2", bz2.compress),
-    "xz": packed("xz", lzma.compress),
-    "zstandard": packed("zst", zstandard.compress),
+    "gzip": write_packed("gz", gzip.compress),
+    "bzip2": write_packed("bz2", bz2.compress),
+    "xz": write_packed("xz", lzma.compress),
+    "zstandard": write_packed("zst", zstandard.compress),
 }
 
 
@@ -150,10 +150,14 @@ def test_a_packed_file_that_is_cut_or_damaged_is_named(
     ]
     file.write_bytes(b"".join(parts))
     assert len(READERS[kind](str(file))) == 2 * len(TEXTS)
-    damaged = bytearray(parts[0])
-    damaged[len(damaged) // 2] ^= 255
+    damaged_bytes = bytearray(parts[0])
+    damaged_bytes[len(damaged_bytes) // 2] ^= 255
     cuts = (1, len(parts[0]) // 2, len(parts[0]) - 1)
-    for content in (*(parts[0] + parts[1][:cut] for cut in cuts), parts[1][:9], bytes(damaged)):
+    for content in (
+        *(parts[0] + parts[1][:cut] for cut in cuts),
+        parts[1][:9],
+        bytes(damaged_bytes),
+    ):
         file.write_bytes(content)
         with pytest.raises(ConfigError, match=rf"p\.jsonl\.{ending}"):
             READERS[kind](str(file))
@@ -196,11 +200,11 @@ def test_a_shard_without_the_text_is_named(
     pq.write_table(pa.table(column), tmp_path / "p3.parquet")
     # a stream opens a file when it reads it
     expected = (ConfigError, pa.ArrowException) if kind == "stream" else ConfigError
-    with pytest.raises(expected) as refused:
+    with pytest.raises(expected) as error:
         READERS[kind](str(tmp_path / "p*"))
-    said = " ".join([str(refused.value), *getattr(refused.value, "__notes__", ())])
-    assert "p3.parquet" in said
-    assert "text" in said if "body" in column else "holds int64" in said
+    message = " ".join([str(error.value), *getattr(error.value, "__notes__", ())])
+    assert "p3.parquet" in message
+    assert "text" in message if "body" in column else "holds int64" in message
 
 
 def test_a_stream_with_an_empty_shard_is_counted_for_ranks(tmp_path: Path) -> None:
@@ -213,10 +217,10 @@ def test_a_stream_with_an_empty_shard_is_counted_for_ranks(tmp_path: Path) -> No
         path=str(tmp_path / "set"),
         lanes=2,
     )
-    said: list[str] = []
-    create_dataset_files(data, 1, world_size=2, say=said.append)
+    messages: list[str] = []
+    create_dataset_files(data, 1, world_size=2, say=messages.append)
     count = len("\n".join(TEXTS).encode())
-    assert said[-1] == f"counted: {count - 1:,} tokens"  # without a separator between the lanes
+    assert messages[-1] == f"counted: {count - 1:,} tokens"  # without a separator between the lanes
 
 
 def test_ids_of_json_lines_are_those_that_are_written(tmp_path: Path) -> None:

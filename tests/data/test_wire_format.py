@@ -28,13 +28,13 @@ JSON = st.recursive(
 
 @settings(deadline=None)
 @given(
-    sent=st.integers(0, 4).flatmap(columns),
+    batch=st.integers(0, 4).flatmap(columns),
     meta=st.dictionaries(st.text(max_size=3), JSON, max_size=3),
 )
-def test_what_was_encoded_is_decoded(sent: Columns, meta: dict[str, object]) -> None:
-    found, received = decode_columns(encode_columns(sent, meta))
-    assert found == meta
-    assert same(received, sent)
+def test_what_was_encoded_is_decoded(batch: Columns, meta: dict[str, object]) -> None:
+    decoded_meta, decoded_batch = decode_columns(encode_columns(batch, meta))
+    assert decoded_meta == meta
+    assert same(decoded_batch, batch)
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, np.asarray])
@@ -80,10 +80,10 @@ def test_damage_to_the_header_and_the_offsets_is_found() -> None:
     nodes = decode_columns(frame)[1]["graph"]["nodes"]
     offsets = nodes.offsets.ctypes.data - frame.ctypes.data
     for place in (*range(header), *range(offsets, offsets + nodes.offsets.nbytes)):
-        damaged = frame.copy()
-        damaged[place] ^= 0x81
+        damaged_frame = frame.copy()
+        damaged_frame[place] ^= 0x81
         with pytest.raises(ValueError, match=r"frame|damaged"):
-            decode_columns(damaged)
+            decode_columns(damaged_frame)
 
 
 def test_objects_and_text_are_refused() -> None:

@@ -20,9 +20,9 @@ from instar.processes.pool import WorkerLost, WorkerTraceback
 
 @pytest.fixture(scope="module")
 def sources() -> Iterator[list[WorkerSource]]:
-    started = [WorkerSource(partial(Numbers, 50), number) for number in (1, 3)]
-    yield started
-    for source in started:
+    worker_sources = [WorkerSource(partial(Numbers, 50), number) for number in (1, 3)]
+    yield worker_sources
+    for source in worker_sources:
         source.close()
 
 
@@ -38,19 +38,19 @@ def test_the_number_of_workers_changes_nothing(
 
 
 def test_what_needs_no_reading_is_said_here(sources: list[WorkerSource]) -> None:
-    there, here = sources[1], Numbers(50)
-    assert len(there) == 50
-    assert there.fingerprint == here.fingerprint
-    assert there.weights(np.arange(7)) == here.weights(np.arange(7))
+    worker_source, local_source = sources[1], Numbers(50)
+    assert len(worker_source) == 50
+    assert worker_source.fingerprint == local_source.fingerprint
+    assert worker_source.weights(np.arange(7)) == local_source.weights(np.arange(7))
 
 
 def test_an_error_arrives_as_it_was_raised(sources: list[WorkerSource]) -> None:
     for source in sources:
-        with pytest.raises(IndexError, match="sample 99 of 50") as caught:
+        with pytest.raises(IndexError, match="sample 99 of 50") as error:
             source.read(np.array([1, 2, 99]))
-        assert caught.value.__notes__ == ["a note of the source"]
-        assert isinstance(caught.value.__cause__, WorkerTraceback)
-        assert "in read" in str(caught.value.__cause__)
+        assert error.value.__notes__ == ["a note of the source"]
+        assert isinstance(error.value.__cause__, WorkerTraceback)
+        assert "in read" in str(error.value.__cause__)
         assert len(source.read(np.array([1]))["number"]) == 1
 
 

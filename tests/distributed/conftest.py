@@ -53,8 +53,8 @@ def find_free_port() -> int:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("INSTAR")}
-    return {**kept, "OMP_NUM_THREADS": "1", **extra}
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("INSTAR")}
+    return {**variables, "OMP_NUM_THREADS": "1", **extra}
 
 
 def run_ranks(program: str, size: int, folder: Path) -> list[dict[str, Any]]:
@@ -96,7 +96,7 @@ def ranks_in() -> Callable[[str, int, Path], list[dict[str, Any]]]:
 @pytest.fixture
 def python() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """python(program, *arguments, **variables): a process that has imported torch already, with pipes."""
-    started: list[subprocess.Popen[str]] = []
+    processes: list[subprocess.Popen[str]] = []
 
     def start(program: str, *arguments: str, **variables: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
@@ -106,11 +106,11 @@ def python() -> Iterator[Callable[..., subprocess.Popen[str]]]:
             stderr=subprocess.PIPE,
             text=True,
         )
-        started.append(process)
+        processes.append(process)
         return process
 
     yield start
-    for process in started:
+    for process in processes:
         process.kill()
         process.communicate()
 
@@ -151,7 +151,7 @@ class Launched:
 @pytest.fixture
 def launcher(tmp_path: Path) -> Iterator[Callable[[str, int], Launched]]:
     """launcher(toy, nproc): `launch` running the text `toy` as a module with argument tmp_path."""
-    started: list[subprocess.Popen[str]] = []
+    processes: list[subprocess.Popen[str]] = []
 
     def start(toy: str, nproc: int) -> Launched:
         (tmp_path / "toy.py").write_text(toy)
@@ -164,10 +164,10 @@ def launcher(tmp_path: Path) -> Iterator[Callable[[str, int], Launched]]:
             text=True,
             start_new_session=True,
         )
-        started.append(process)
+        processes.append(process)
         return Launched(process, tmp_path)
 
     yield start
-    for process in started:
+    for process in processes:
         process.kill()
         process.communicate()

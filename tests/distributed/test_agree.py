@@ -154,10 +154,10 @@ def test_the_pulse_counts_requests_and_adds_sums(answers: Answers) -> None:
     size = len(answers)
     total, halves = float(sum(range(1, size + 1))), 0.5 * size
     for fact in answers:
-        first, second, again = fact["beats"]
+        first, second, third = fact["beats"]
         assert first == [1, 0, [str(total), str(halves)]]
         assert second == [0, size, ["nan", str(float(size))]]
-        assert again == first
+        assert third == first
 
 
 def test_a_pulse_keeps_its_width(answers: Answers) -> None:

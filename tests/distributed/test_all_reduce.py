@@ -120,9 +120,9 @@ with join_group(ParallelConfig(timeout_s=30), "cpu") as world:
 def test_processes_find_the_bits_that_one_finds(
     ranks: Callable[[str, int], list[dict[str, Any]]], size: int
 ) -> None:
-    wanted = [pairwise(summands(leaves)).numpy().tobytes().hex() for leaves in (4, 4, 8, 8)]
+    expected_sums = [pairwise(summands(leaves)).numpy().tobytes().hex() for leaves in (4, 4, 8, 8)]
     for fact in ranks(PROGRAM, size):
-        assert fact["sums"] == wanted
+        assert fact["sums"] == expected_sums
         assert fact["exact"] == exact_sum(numbers()).hex()
         assert fact["odd"] == ["inf", "nan"]
 
@@ -146,16 +146,16 @@ with join_group(ParallelConfig(timeout_s=30), "cpu") as world:
 def test_a_process_that_is_gone_is_noticed(
     ranks: Callable[[str, int], list[dict[str, Any]]],
 ) -> None:
-    said = ranks(GONE, 2)[0]["said"]
-    assert said.startswith("PeerLost: rank 0 lost another rank while adding gradients")
+    message = ranks(GONE, 2)[0]["said"]
+    assert message.startswith("PeerLost: rank 0 lost another rank while adding gradients")
 
 
 @settings(deadline=None)
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32)), st.randoms())
 def test_the_order_of_numbers_does_not_matter(values: list[float], chance: Any) -> None:
-    shuffled = list(values)
-    chance.shuffle(shuffled)
-    assert exact_sum(shuffled) == exact_sum(values) == math.fsum(values)
+    shuffled_values = list(values)
+    chance.shuffle(shuffled_values)
+    assert exact_sum(shuffled_values) == exact_sum(values) == math.fsum(values)
 
 
 def test_what_is_not_finite_stays_so() -> None:

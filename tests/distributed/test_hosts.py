@@ -46,8 +46,8 @@ PORT = "29777"
 
 @pytest.fixture
 def hosts() -> Iterator[list[Host]]:
-    with two_hosts() as both:
-        yield both
+    with two_hosts() as pair:
+        yield pair
 
 
 def by_hand(
@@ -60,9 +60,16 @@ def by_hand(
     """`python WORDS` as one rank on each host. `disks`: see `Host.start`, for rank 1's."""
     ranks = []
     for rank, host in enumerate(hosts):
-        known = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "RANK": str(rank)}
-        known |= {"MASTER_ADDR": master or hosts[0].address, "MASTER_PORT": PORT}
-        ranks.append(host.start([forks().python, *words], place, known, disks if rank else None))
+        environment = {
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+            "RANK": str(rank),
+        }
+        environment |= {"MASTER_ADDR": master or hosts[0].address, "MASTER_PORT": PORT}
+        ranks.append(
+            host.start([forks().python, *words], place, environment, disks if rank else None)
+        )
     return ranks
 
 
@@ -117,7 +124,9 @@ def test_a_run_whose_folder_not_all_hosts_have_is_refused_before_anything_is_mad
     command = ["-m", "instar.train", "run.yaml"]
     ranks = by_hand(hosts, tmp_path, *command, disks={disks[0]: disks[1]})
     assert [rank.finish() for rank in ranks] == [2, 2]
-    one, other = (host.name for host in hosts)
-    refused = f"what rank 0 on host {one} writes in {disks[0]} is not seen by host {other} (rank 1)"
-    assert refused in ranks[0].output()
+    host_name, other = (host.name for host in hosts)
+    message = (
+        f"what rank 0 on host {host_name} writes in {disks[0]} is not seen by host {other} (rank 1)"
+    )
+    assert message in ranks[0].output()
     assert [list(disk.iterdir()) for disk in disks] == [[], []]

@@ -84,8 +84,8 @@ def is_running(pid: int) -> bool:
     return True
 
 
-def assert_no_orphans(launched: Any, count: int) -> None:
-    pids = launched.pids()
+def assert_no_orphans(launch: Any, count: int) -> None:
+    pids = launch.pids()
     assert len(pids) == count
     assert not any(map(is_running, pids))
 
@@ -94,15 +94,15 @@ def test_a_rank_that_raises_ends_all_and_is_named(launcher: Launcher) -> None:
     toy = STEPPING.replace(
         "def work", "def fails(step, rank): return step == 120 and rank == 1\ndef work"
     )
-    launched = launcher(toy, 2)
-    code, errors, ended = launched.end()
+    launch = launcher(toy, 2)
+    code, errors, end_time = launch.end()
     assert code == 4
     assert "rank 1 failed at step 120: ValueError: boom" in errors
-    assert f"last lines of {launched.folder / 'logs' / 'rank_1.log'}" in errors
+    assert f"last lines of {launch.folder / 'logs' / 'rank_1.log'}" in errors
     assert 'raise ValueError("boom")' in errors
     assert "torch" not in errors
-    assert ended - float((launched.folder / "raised").read_text()) < 5
-    assert_no_orphans(launched, 2)
+    assert end_time - float((launch.folder / "raised").read_text()) < 5
+    assert_no_orphans(launch, 2)
 
 
 def test_a_peer_that_waits_elsewhere_is_ended_too(launcher: Launcher) -> None:
@@ -121,12 +121,12 @@ with running_rank() as rank_run:
 exit_now(rank_run.code)
 """
     )
-    launched = launcher(toy, 2)
-    code, errors, ended = launched.end()
+    launch = launcher(toy, 2)
+    code, errors, end_time = launch.end()
     assert code == 4
     assert "rank 1 failed at step 7: OSError: disk gone" in errors
-    assert ended - float((launched.folder / "raised").read_text()) < 5
-    assert_no_orphans(launched, 2)
+    assert end_time - float((launch.folder / "raised").read_text()) < 5
+    assert_no_orphans(launch, 2)
 
 
 def test_a_killed_rank_is_named(launcher: Launcher) -> None:
@@ -146,12 +146,12 @@ with running_rank() as rank_run:
 exit_now(rank_run.code)
 """
     )
-    launched = launcher(toy, 2)
-    code, errors, _ = launched.end()
+    launch = launcher(toy, 2)
+    code, errors, _ = launch.end()
     assert code == 4
     assert "rank 1 was killed by SIGKILL" in errors
     assert "INFO: alive and well" in errors
-    assert_no_orphans(launched, 2)
+    assert_no_orphans(launch, 2)
 
 
 def test_a_rank_that_dies_before_it_has_a_log_still_has_last_lines(launcher: Launcher) -> None:
@@ -188,17 +188,17 @@ exit_now(rank_run.code)
 
 def test_all_ranks_stop_at_the_same_step(launcher: Launcher) -> None:
     toy = STEPPING.replace("def work", "def fails(step, rank): return False\ndef work")
-    launched = launcher(toy, 2)
-    launched.read_until("stepping")
-    launched.press(signal.SIGINT)
-    code, errors, _ = launched.end()
+    launch = launcher(toy, 2)
+    launch.read_until("stepping")
+    launch.press(signal.SIGINT)
+    code, errors, _ = launch.end()
     assert code == 75
     assert "SIGINT: stopping" in errors
     assert errors.endswith("resume with: instar resume\n")
-    saved = sorted(file.name.split("-")[1:] for file in launched.folder.glob("saved-*"))
-    assert [rank for rank, _ in saved] == ["0", "1"]
-    assert saved[0][1] == saved[1][1]
-    assert_no_orphans(launched, 2)
+    checkpoints = sorted(file.name.split("-")[1:] for file in launch.folder.glob("saved-*"))
+    assert [rank for rank, _ in checkpoints] == ["0", "1"]
+    assert checkpoints[0][1] == checkpoints[1][1]
+    assert_no_orphans(launch, 2)
 
 
 def test_a_second_signal_ends_all_at_once(launcher: Launcher) -> None:
@@ -214,18 +214,18 @@ with StopSignal(moment_s=0) as stop:
     for_ever()
 """
     )
-    launched = launcher(toy, 2)
-    launched.read_until("ready")
-    launched.press(signal.SIGINT)
-    launched.read_until("asked")
+    launch = launcher(toy, 2)
+    launch.read_until("ready")
+    launch.press(signal.SIGINT)
+    launch.read_until("asked")
     # The launcher counts what comes within 0.2 s of the first as the same Ctrl-C.
     with pytest.raises(subprocess.TimeoutExpired):
-        launched.process.wait(0.4)
-    pressed = launched.press(signal.SIGINT)
-    code, _, ended = launched.end()
+        launch.process.wait(0.4)
+    press_time = launch.press(signal.SIGINT)
+    code, _, end_time = launch.end()
     assert code == 130  # nothing was saved
-    assert ended - pressed < 3
-    assert_no_orphans(launched, 2)
+    assert end_time - press_time < 3
+    assert_no_orphans(launch, 2)
 
 
 def test_a_signal_while_the_ranks_start_leaves_nothing_behind(launcher: Launcher) -> None:
@@ -236,13 +236,13 @@ print("starting", flush=True)
 for_ever()
 """
     )
-    launched = launcher(toy, 2)
-    launched.read_until("starting")
-    pressed = launched.press(signal.SIGTERM)
-    code, _, ended = launched.end()
+    launch = launcher(toy, 2)
+    launch.read_until("starting")
+    press_time = launch.press(signal.SIGTERM)
+    code, _, end_time = launch.end()
     assert code == 130
-    assert ended - pressed < 5
-    assert not any(map(is_running, launched.pids()))
+    assert end_time - press_time < 5
+    assert not any(map(is_running, launch.pids()))
 
 
 def test_ranks_stop_when_their_launcher_is_killed(launcher: Launcher) -> None:
@@ -264,12 +264,12 @@ with running_rank() as rank_run:
 exit_now(rank_run.code)
 """
     )
-    launched = launcher(toy, 2)
-    launched.read_until("ready")
-    launched.process.kill()
+    launch = launcher(toy, 2)
+    launch.read_until("ready")
+    launch.process.kill()
     # The ranks hold the pipe of the launcher's stdout: it ends when they have.
-    launched.end()
-    assert not [*launched.folder.rglob("instar-*")]
+    launch.end()
+    assert not [*launch.folder.rglob("instar-*")]
 
 
 STARTING = (
@@ -313,18 +313,18 @@ def test_ranks_that_start_leave_at_once_when_their_launcher_is_killed(
     launcher: Launcher, moment: str
 ) -> None:
     """Rank 1 waits there for ever, so that rank 0 waits for it."""
-    launched = launcher(STARTING.replace("== at", f"== {moment!r}"), 2)
+    launch = launcher(STARTING.replace("== at", f"== {moment!r}"), 2)
     # what rank 1 says before it has a log is kept in a file
-    while not any("waiting" in f.read_text() for f in launched.folder.rglob("stdout.log")):
+    while not any("waiting" in f.read_text() for f in launch.folder.rglob("stdout.log")):
         with pytest.raises(subprocess.TimeoutExpired):
-            launched.process.wait(0.01)
-    killed = time.monotonic()
-    launched.process.kill()
+            launch.process.wait(0.01)
+    kill_time = time.monotonic()
+    launch.process.kill()
     # whoever adopts them may take its time to reap them
-    while any(process_state(pid) != GONE for pid in launched.pids()):
-        assert time.monotonic() - killed < 3
+    while any(process_state(pid) != GONE for pid in launch.pids()):
+        assert time.monotonic() - kill_time < 3
     # a rank that has no handlers yet is ended by the kernel's signal and cleans nothing up
-    assert moment == "imports" or not [*launched.folder.rglob("instar-*")]
+    assert moment == "imports" or not [*launch.folder.rglob("instar-*")]
 
 
 def test_the_torchrun_line_runs_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,9 +48,9 @@ with join_group(ParallelConfig(timeout_s=60), "cpu") as world:
 
 
 def test_parcels_come_whole_and_in_order_beside_other_exchanges(ranks: Ranks) -> None:
-    first, *others = ranks(OPENING + SIZES + BOTH_WAYS, 3)
+    first, *receivers = ranks(OPENING + SIZES + BOTH_WAYS, 3)
     assert first["found"] == []
-    for rank, other in enumerate(others, 1):
+    for rank, other in enumerate(receivers, 1):
         assert other["found"] == [[7, rank, True]] * 6
         assert other["agreed"] == list(range(50))
 
@@ -85,6 +85,6 @@ def test_a_peer_that_dies_is_noticed_at_once_and_named(ranks: Ranks, victim: int
     assert answers[victim] == {"died": True}
     survivor = 1 - victim
     doing = "sending" if survivor == 0 else "receiving"
-    said = f"rank {survivor} lost rank {victim} while {doing} samples"
-    assert answers[survivor]["error"] == said
+    message = f"rank {survivor} lost rank {victim} while {doing} samples"
+    assert answers[survivor]["error"] == message
     assert answers[survivor]["seconds"] < 2

@@ -110,9 +110,9 @@ def test_only_documented_attributes_of_ddp_are_used(tmp_path: Path) -> None:
     body = "failures:notes_what_is_asked_of_ddp"
     ranks = children_as_ranks(place.forks, 2, body, words, "asked", place=tmp_path)
     assert codes(ranks) == [0, 0], output_of(ranks)
-    asked = set((tmp_path / "asked").read_text().split())
-    assert "module" in asked
-    assert asked <= DOCUMENTED | OPTIONAL | OF_ANY_MODULE
+    attributes = set((tmp_path / "asked").read_text().split())
+    assert "module" in attributes
+    assert attributes <= DOCUMENTED | OPTIONAL | OF_ANY_MODULE
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])

@@ -40,8 +40,8 @@ def test_without_variables_there_is_one_process() -> None:
 
 
 def test_torchrun_says_who_i_am() -> None:
-    found = placement(TORCHRUN)
-    assert found == Placement(5, 1, 8, 4, "node7", 29500, "MASTER_PORT", is_set=True)
+    place = placement(TORCHRUN)
+    assert place == Placement(5, 1, 8, 4, "node7", 29500, "MASTER_PORT", is_set=True)
 
 
 def test_torchrun_comes_before_slurm() -> None:
@@ -49,28 +49,28 @@ def test_torchrun_comes_before_slurm() -> None:
 
 
 def test_one_rank_of_torchrun_is_told_so() -> None:
-    one = {"RANK": "0", "WORLD_SIZE": "1"}
-    assert placement(one | {"LOCAL_RANK": "0"}).is_set
+    environ = {"RANK": "0", "WORLD_SIZE": "1"}
+    assert placement(environ | {"LOCAL_RANK": "0"}).is_set
     # operators of clusters count machines so
-    assert not placement(one).is_set
+    assert not placement(environ).is_set
 
 
 def test_slurm_says_who_i_am() -> None:
-    found = placement(SLURM)
-    assert (found.rank, found.local_rank, found.size, found.local_size) == (2, 0, 4, 2)
-    assert (found.host, found.port_key, found.launch) == (
+    place = placement(SLURM)
+    assert (place.rank, place.local_rank, place.size, place.local_size) == (2, 0, 4, 2)
+    assert (place.host, place.port_key, place.launch) == (
         "node07",
         "SLURM_JOB_ID",
         "slurm-123456.1",
     )
-    assert found.is_set
-    assert not found.one_host
+    assert place.is_set
+    assert not place.one_host
 
 
 def test_ranks_of_one_node_meet_on_its_loopback() -> None:
-    alone = {"SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0"}
-    found = placement(SLURM | alone)
-    assert (found.host, found.local_size, found.one_host) == ("127.0.0.1", 4, True)
+    one_node = {"SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0"}
+    place = placement(SLURM | one_node)
+    assert (place.host, place.local_size, place.one_host) == ("127.0.0.1", 4, True)
 
 
 @pytest.mark.parametrize(
@@ -94,15 +94,15 @@ def test_without_nodes_slurm_is_refused() -> None:
 
 @given(st.integers(1, 10**7), st.integers(0, 900), st.integers(0, 12), st.integers(0, 12))
 def test_steps_and_jobs_near_each_other_have_ports_of_their_own(
-    job: int, later: int, one: int, other: int
+    job: int, later: int, first_step: int, other: int
 ) -> None:
     def port(job: int, step: int) -> int:
-        here = {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}
-        return placement(SLURM | here).port
+        variables = {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}
+        return placement(SLURM | variables).port
 
-    same = later == 0 and one == other
-    assert (port(job, one) == port(job + later, other)) is same
-    assert 20000 <= port(job, one) < 32768
+    same = later == 0 and first_step == other
+    assert (port(job, first_step) == port(job + later, other)) is same
+    assert 20000 <= port(job, first_step) < 32768
 
 
 def test_each_task_with_a_gpu_of_its_own() -> None:
@@ -111,24 +111,24 @@ def test_each_task_with_a_gpu_of_its_own() -> None:
 
 
 def test_a_given_rendezvous_is_respected_under_slurm() -> None:
-    found = placement(SLURM | {"MASTER_ADDR": "head", "MASTER_PORT": "1234"})
-    assert (found.host, found.port, found.port_key) == ("head", 1234, "MASTER_PORT")
+    place = placement(SLURM | {"MASTER_ADDR": "head", "MASTER_PORT": "1234"})
+    assert (place.host, place.port, place.port_key) == ("head", 1234, "MASTER_PORT")
 
 
 def test_the_config_says_where_to_meet_if_the_environment_does_not() -> None:
     config = ParallelConfig(master_address="10.0.0.1", master_port=29511)
     nowhere = {k: v for k, v in TORCHRUN.items() if not k.startswith("MASTER")}
     for environ in (nowhere, SLURM):
-        found = placement(environ, config)
-        assert (found.host, found.port) == ("10.0.0.1", 29511)
-        assert found.port_key == "parallel.master_port"
+        place = placement(environ, config)
+        assert (place.host, place.port) == ("10.0.0.1", 29511)
+        assert place.port_key == "parallel.master_port"
     assert placement(TORCHRUN, config).port == 29500
     assert placement(nowhere).port == 0
 
 
 def test_ranks_of_one_machine_need_no_address() -> None:
-    here = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1234"}
-    assert placement(here, ParallelConfig()).host == "127.0.0.1"
+    environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1234"}
+    assert placement(environ, ParallelConfig()).host == "127.0.0.1"
 
 
 def test_a_batch_script_is_one_process() -> None:
@@ -157,30 +157,30 @@ def test_a_number_that_is_none_is_refused() -> None:
 def test_every_slurm_task_knows_how_many_share_its_host(repeat: int, counts: list[int]) -> None:
     form = ",".join(f"{count}(x{repeat})" for count in counts)
     per_node = [count for count in counts for _ in range(repeat)]
-    for node, here in enumerate(per_node):
+    for node, local_count in enumerate(per_node):
         place = SLURM | {"SLURM_NODEID": str(node), "SLURM_STEP_TASKS_PER_NODE": form}
         place |= {"SLURM_STEP_NUM_TASKS": str(sum(per_node) + 2), "SLURM_LOCALID": "0"}
-        assert placement(place).local_size == here
+        assert placement(place).local_size == local_count
 
 
 def test_waiting_threads_leave_the_cores_to_others_unless_told() -> None:
     environ: dict[str, str] = {}
     share_cores(environ)
     assert environ == {"GOMP_SPINCOUNT": "4000"}
-    for chosen in ({"GOMP_SPINCOUNT": "5"}, {"OMP_WAIT_POLICY": "ACTIVE"}):
-        told = dict(chosen)
-        share_cores(told)
-        assert told == chosen
+    for policy in ({"GOMP_SPINCOUNT": "5"}, {"OMP_WAIT_POLICY": "ACTIVE"}):
+        variables = dict(policy)
+        share_cores(variables)
+        assert variables == policy
 
 
 def test_a_child_does_not_take_itself_for_this_rank() -> None:
-    others = {
+    own_variables = {
         "SLURM_JOB_ID": "1",
         "PATH": "/bin",
         "CUDA_VISIBLE_DEVICES": "",
         "OMPI_MCA_btl": "tcp",
     }
-    launched = [
+    rank_keys = [
         "RANK",
         "GROUP_RANK",
         "ROLE_NAME",
@@ -188,9 +188,9 @@ def test_a_child_does_not_take_itself_for_this_rank() -> None:
         "PMI_RANK",
         "INSTAR_DEVICES",
     ]
-    given = TORCHRUN | SLURM | dict.fromkeys(launched, "7") | others
-    assert child_environment(given) == others
-    assert placement(child_environment(given)) == Placement()
+    environ = TORCHRUN | SLURM | dict.fromkeys(rank_keys, "7") | own_variables
+    assert child_environment(environ) == own_variables
+    assert placement(child_environment(environ)) == Placement()
 
 
 @pytest.mark.parametrize("nproc", [2, 8])

@@ -49,7 +49,7 @@ def test_another_number_than_the_environment_says_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "place", "nproc", "devices", "said"),
+    ("config", "place", "nproc", "devices", "message"),
     [
         (parallel(), ALONE, 3, [0, 1], "--devices: 3 ranks on this machine, but devices 0,1 only"),
         (parallel(None, (0, 1)), ALONE, 3, None, "parallel.devices: 3 ranks"),
@@ -61,9 +61,9 @@ def test_fewer_devices_than_ranks_are_refused(
     place: Placement,
     nproc: int | None,
     devices: list[int] | None,
-    said: str,
+    message: str,
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         resolve_ranks(config, place, nproc, devices)
 
 
@@ -74,14 +74,19 @@ def test_fewer_devices_than_ranks_are_refused(
     st.none() | st.lists(st.integers(0, 9), unique=True, min_size=1, max_size=8),
 )
 def test_every_rank_has_a_device_or_none_has(
-    size: int | None, configured: tuple[int, ...], nproc: int | None, typed: list[int] | None
+    size: int | None,
+    config_devices: tuple[int, ...],
+    nproc: int | None,
+    cli_devices: list[int] | None,
 ) -> None:
     try:
-        start = resolve_ranks(parallel(size, configured), ALONE, nproc, typed)
+        start = resolve_ranks(parallel(size, config_devices), ALONE, nproc, cli_devices)
     except ConfigError:
         return
     assert len(start.devices) in (0, start.ranks)
-    assert start.ranks == (nproc or (len(typed) if typed else size or len(configured) or 1))
+    assert start.ranks == (
+        nproc or (len(cli_devices) if cli_devices else size or len(config_devices) or 1)
+    )
 
 
 @pytest.fixture
@@ -93,7 +98,7 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def told(devices: tuple[int, ...], place: Placement, device: str = "auto") -> str:
+def device_name(devices: tuple[int, ...], place: Placement, device: str = "auto") -> str:
     try:
         return str(device_of(device, place, devices))
     except ConfigError as error:
@@ -103,29 +108,29 @@ def told(devices: tuple[int, ...], place: Placement, device: str = "auto") -> st
 @pytest.mark.usefixtures("four_gpus")
 def test_each_rank_has_the_device_of_its_local_rank() -> None:
     second = Placement(3, 1, 4, 2)
-    assert told((), second) == "cuda:1"
-    assert told((3, 2), second) == "cuda:2"
-    assert told((2,), ALONE) == "cuda:2"
-    assert told((), ALONE, "cuda:3") == "cuda:3"
-    assert told((), second, "cpu") == "cpu"
+    assert device_name((), second) == "cuda:1"
+    assert device_name((3, 2), second) == "cuda:2"
+    assert device_name((2,), ALONE) == "cuda:2"
+    assert device_name((), ALONE, "cuda:3") == "cuda:3"
+    assert device_name((), second, "cpu") == "cpu"
 
 
 def test_a_device_that_is_not_there_is_named(four_gpus: pytest.MonkeyPatch) -> None:
     three = Placement(0, 0, 3, 3)
-    assert "cuda:5 does not exist: this host has 4 GPUs" in told((3, 4, 5)[::-1], three)
+    assert "cuda:5 does not exist: this host has 4 GPUs" in device_name((3, 4, 5)[::-1], three)
     four_gpus.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     assert (
         "cuda:4 does not exist: CUDA_VISIBLE_DEVICES=4,5,6,7 leaves 4 GPUs, counted from 0 to 3"
-        in (told((0, 1, 4), three))
+        in (device_name((0, 1, 4), three))
     )
-    assert "the device is cpu" in told((0, 1, 2), three, "cpu")
+    assert "the device is cpu" in device_name((0, 1, 2), three, "cpu")
 
 
 def test_a_rank_that_sees_one_gpu_of_its_own_takes_it(four_gpus: pytest.MonkeyPatch) -> None:
     four_gpus.setattr(torch.cuda, "device_count", lambda: 1)
     second = {"rank": 1, "local_rank": 1, "size": 2, "local_size": 2}
-    assert told((), Placement(**second, own_gpu=True)) == "cuda:0"
-    assert "cuda:1 does not exist: this host has 1 GPU" in told((), Placement(**second))
+    assert device_name((), Placement(**second, own_gpu=True)) == "cuda:0"
+    assert "cuda:1 does not exist: this host has 1 GPU" in device_name((), Placement(**second))
 
 
 def test_devices_of_the_environment_come_before_the_configs() -> None:
@@ -137,6 +142,6 @@ def test_devices_of_the_environment_come_before_the_configs() -> None:
 
 def test_more_ranks_than_any_machine_runs_are_not_started() -> None:
     for nproc, config, where in ((60_000, 1, "--nproc"), (None, 60_000, "parallel.world_size")):
-        with pytest.raises(ConfigError, match="60,000 ranks on this machine") as raised:
+        with pytest.raises(ConfigError, match="60,000 ranks on this machine") as error:
             resolve_ranks(parallel(config), ALONE, nproc)
-        assert raised.value.problems[0].where == where
+        assert error.value.problems[0].where == where

@@ -105,7 +105,7 @@ def test_an_interruption_is_no_failure(record: Path) -> None:
 
 @pytest.mark.usefixtures("record")
 @pytest.mark.parametrize(
-    ("error", "code", "said"),
+    ("error", "code", "message"),
     [
         (ConfigError.of("n_embd is odd"), 2, "n_embd is odd"),
         (Interrupted("resume with: instar resume r1"), 75, "resume with"),
@@ -115,15 +115,15 @@ def test_an_interruption_is_no_failure(record: Path) -> None:
     ],
 )
 def test_a_rank_ends_with_its_errors_code_and_says_why(
-    error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]
+    error: BaseException, code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with running_rank() as rank:
         rank.log.step = 7
         raise error
     assert rank.code == code
     errors = capsys.readouterr().err
-    assert said in errors
-    assert bool(said) == bool(errors)
+    assert message in errors
+    assert bool(message) == bool(errors)
 
 
 def test_under_instars_launcher_only_the_record_speaks(
@@ -199,11 +199,11 @@ sys.exit(rank.code)
 def test_a_full_disk_under_a_log_ends_nothing(tmp_path: Path, python: Python, ends: str) -> None:
     env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     process = python(FULL, str(tmp_path), ends, **env)
-    said, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     # what is lost is said where somebody looks
-    lost = f"warning: the disk refused 3 writes to {rank_log_path(tmp_path, 1)}\n"
-    assert (said, errors) == ("", lost if ends == "full" else "")
+    warning = f"warning: the disk refused 3 writes to {rank_log_path(tmp_path, 1)}\n"
+    assert (output, errors) == ("", warning if ends == "full" else "")
     lines = rank_log_path(tmp_path, 1).read_text().splitlines()
     assert lines[:3] == ["printed before", "printed", "on stderr"][: len(lines)]
     assert len(lines) == (4 if ends == "freed" else 1)

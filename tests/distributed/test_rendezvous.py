@@ -21,14 +21,14 @@ def start(
 ) -> list[str | Exception]:
     """What the roll call gives each of `ranks`, all at once; the others of `size` are absent."""
 
-    def one(rank: int) -> str | Exception:
+    def wait(rank: int) -> str | Exception:
         try:
             return wait_for_all_ranks(store, rank, size, timeout_s)
         except RunFailed as error:
             return error
 
     with ThreadPoolExecutor(len(ranks)) as pool:
-        return list(pool.map(one, ranks))
+        return list(pool.map(wait, ranks))
 
 
 def test_all_ranks_get_one_name() -> None:

@@ -180,16 +180,16 @@ def test_each_rank_saves_its_own_and_rank_0_the_rest(
 ) -> None:
     answers = ranks(program(SAVE, tmp_path / "run", background), 2)
     assert answers[0] == answers[1] == {"path": answers[0]["path"], "error": "None"}
-    saved = load_checkpoint(Path(answers[0]["path"]))
-    assert saved.manifest.world_size == 2
-    assert {name: entry.pattern for name, entry in saved.manifest.files.items()} == {
+    checkpoint = load_checkpoint(Path(answers[0]["path"]))
+    assert checkpoint.manifest.world_size == 2
+    assert {name: entry.pattern for name, entry in checkpoint.manifest.files.items()} == {
         "model.safetensors": "REPLICATED",
         "rng/rank-0.safetensors": "PER_RANK",
         "rng/rank-1.safetensors": "PER_RANK",
         "state.json": "GLOBAL",
     }
-    assert saved.tensors("model")["weight"].tolist() == [0.0, 1.0, 2.0, 3.0]
-    assert [saved.tensors("rng", rank=rank)["own"].item() for rank in (0, 1)] == [0, 1]
+    assert checkpoint.tensors("model")["weight"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert [checkpoint.tensors("rng", rank=rank)["own"].item() for rank in (0, 1)] == [0, 1]
 
 
 def test_every_rank_overwrites_its_last_copy_and_each_checkpoint_is_of_one_step(
@@ -233,8 +233,8 @@ def test_replicas_of_shards_that_differ_are_refused_too(ranks: Ranks, tmp_path: 
             "error": "RunFailed: differs from rank 1's: model/weight on rank 3",
             "told": 1,
         }
-    (saved,) = (tmp_path / "run" / "checkpoints").glob("step-*")
-    assert load_checkpoint(saved).tensors()["weight"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    (folder,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    assert load_checkpoint(folder).tensors()["weight"].tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_the_manifest_lists_a_file_of_another_rank_that_rank_0_does_not_see_yet(

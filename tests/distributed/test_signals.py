@@ -53,43 +53,43 @@ def test_a_signal_only_asks(number: signal.Signals) -> None:
 
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_second_ctrl_c_insists(first: signal.Signals) -> None:
-    again = threading.Event()
-    with StopSignal(again.set, moment_s=0) as stop:
+    insist_event = threading.Event()
+    with StopSignal(insist_event.set, moment_s=0) as stop:
         os.kill(os.getpid(), first)
         assert stop.wait(10)
         os.kill(os.getpid(), signal.SIGINT)
-        assert again.wait(10)
+        assert insist_event.wait(10)
     assert (stop.requested, stop.insisted) == (first.name, True)
 
 
 def test_a_second_sigterm_leaves_time_to_save_and_a_third_insists() -> None:
     """Schedulers send several, and other warnings before."""
-    again = threading.Event()
-    with StopSignal(again.set, moment_s=0) as stop:
+    insist_event = threading.Event()
+    with StopSignal(insist_event.set, moment_s=0) as stop:
         for number in (signal.SIGTERM, signal.SIGTERM, *STOP_SIGNALS[2:]):
             os.kill(os.getpid(), number)
-            assert not again.wait(0.1)
+            assert not insist_event.wait(0.1)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert again.wait(10)
+        assert insist_event.wait(10)
     assert (stop.requested, stop.insisted) == ("SIGTERM", True)
 
 
 def test_a_second_sigterm_long_after_the_first_insists(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("instar.distributed.signals.SAVE_S", 0.0)
-    again = threading.Event()
-    with StopSignal(again.set, moment_s=0) as stop:
+    insist_event = threading.Event()
+    with StopSignal(insist_event.set, moment_s=0) as stop:
         os.kill(os.getpid(), signal.SIGUSR1)
         assert stop.wait(10)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert again.wait(10)
+        assert insist_event.wait(10)
 
 
 def test_what_somebody_else_has_set_stays() -> None:
     """SIGHUP is ignored under nohup; a script may have a use of its own for SIGUSR1."""
-    heard: list[int] = []
+    signals: list[int] = []
     before = {
         signal.SIGHUP: signal.signal(signal.SIGHUP, signal.SIG_IGN),
-        signal.SIGUSR1: signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number)),
+        signal.SIGUSR1: signal.signal(signal.SIGUSR1, lambda number, _: signals.append(number)),
     }
     try:
         with StopSignal() as stop:
@@ -99,7 +99,7 @@ def test_what_somebody_else_has_set_stays() -> None:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    assert heard == [signal.SIGUSR1]
+    assert signals == [signal.SIGUSR1]
 
 
 MANY = """
@@ -122,8 +122,8 @@ with StopSignal() as stop:
 
 
 def test_signals_that_interrupt_the_waiting_main_thread_do_not_block_it(python: Python) -> None:
-    said, errors = python(MANY).communicate(timeout=60)
-    assert said == "True\n", errors
+    output, errors = python(MANY).communicate(timeout=60)
+    assert output == "True\n", errors
 
 
 LAST = """
@@ -163,12 +163,12 @@ except RuntimeError:
 
 
 def test_one_ctrl_c_delivered_twice_counts_once() -> None:
-    again = threading.Event()
-    with StopSignal(again.set, moment_s=60) as stop:
+    insist_event = threading.Event()
+    with StopSignal(insist_event.set, moment_s=60) as stop:
         os.kill(os.getpid(), signal.SIGINT)
         assert stop.wait(10)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert not again.wait(0.2)
+        assert not insist_event.wait(0.2)
 
 
 @pytest.mark.parametrize(("resumable", "code"), [(True, 75), (False, 130)])
@@ -186,5 +186,5 @@ def test_a_second_ctrl_c_leaves_a_blocked_process_at_once(
 
 
 def test_a_forked_child_keeps_its_signals_to_itself(python: Python) -> None:
-    said, errors = python(FORKED).communicate(timeout=30)
-    assert said == f"{-signal.SIGTERM} False\n", errors
+    output, errors = python(FORKED).communicate(timeout=30)
+    assert output == f"{-signal.SIGTERM} False\n", errors

@@ -26,7 +26,7 @@ from instar.distributed.watchdog import StoreAddress, WatchdogLimits, this_host,
 
 
 @contextmanager
-def stopped(*pids: int) -> Iterator[None]:
+def paused_processes(*pids: int) -> Iterator[None]:
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     try:
@@ -46,11 +46,11 @@ def test_a_rank_that_sleeps_before_a_meeting_is_named_by_all_with_its_line(tmp_p
     with room.launch() as ranks:
         assert ranks.exit_codes() == [4]
         assert ranks.seconds_since_mishap([0, 1]) <= room.timeout_s + 2
-        summary = ranks.output()
-    wanted = "rank 1 has not entered a collective (gathering answers) for 2 s: it is in eval"
-    for said in (summary, room.log(0), room.log(1)):
-        assert wanted in said
-        assert "toy_room.py" in said
+        summary = ranks.said()
+    expected = "rank 1 has not entered a collective (gathering answers) for 2 s: it is in eval"
+    for log in (summary, room.log(0), room.log(1)):
+        assert expected in log
+        assert "toy_room.py" in log
     # Each rank's log shows where it was itself.
     assert "time.sleep(10 * LIMIT_S)" in room.log(1)
     assert "time.sleep(10 * LIMIT_S)" not in room.log(0)
@@ -62,8 +62,8 @@ def test_a_rank_that_sleeps_in_a_backward_pass_is_named(tmp_path: Path) -> None:
     with room.launch() as ranks:
         assert ranks.exit_codes() == [4]
         assert ranks.seconds_since_mishap([0, 1]) <= room.timeout_s + 2
-        said = ranks.output()
-    assert re.search(r"all other ranks wait for rank 1: it is in step \d+, at toy_room.py", said)
+        output = ranks.said()
+    assert re.search(r"all other ranks wait for rank 1: it is in step \d+, at toy_room.py", output)
 
 
 @pytest.mark.torture
@@ -72,7 +72,7 @@ def test_a_group_that_is_stopped_as_a_whole_goes_on(tmp_path: Path) -> None:
     room = Room(tmp_path, silence_s=1.0, timeout_s=2.0)
     with room.without_launcher() as ranks:
         ranks.wait_for("stepping-0", "stepping-1")
-        with stopped(room.pid(0), room.pid(1)):
+        with paused_processes(room.pid(0), room.pid(1)):
             let_pass(3 * room.timeout_s)
         ranks.wait_for_step(int((tmp_path / "weights-1").read_text()) + 50)
         for rank in (0, 1):
@@ -85,7 +85,7 @@ def test_ranks_go_on_while_their_launcher_and_its_store_are_stopped(tmp_path: Pa
     room = Room(tmp_path, silence_s=1.0, timeout_s=2.0)
     with room.launch() as ranks:
         ranks.wait_for("stepping-0", "stepping-1")
-        with stopped(psutil.Process(room.pid(0)).ppid()):
+        with paused_processes(psutil.Process(room.pid(0)).ppid()):
             let_pass(3 * room.timeout_s)
             ranks.wait_for_step(int((tmp_path / "weights-1").read_text()) + 50)
         ranks.wait_for_step(int((tmp_path / "weights-1").read_text()) + 50)
@@ -185,35 +185,35 @@ OF_NCCL = (
 )
 
 
-def raised(error: Exception, store: dist.Store) -> BaseException:
+def error_of(error: Exception, store: dist.Store) -> BaseException:
     """What the first of two ranks raises if its body raises `error`."""
     with (
-        pytest.raises((RuntimeError, PeerLost)) as caught,
+        pytest.raises((RuntimeError, PeerLost)) as failure,
         watch_ranks(store, StoreAddress("launcher", None), 0, 2, LIMITS),
     ):
         raise error
-    return caught.value
+    return failure.value
 
 
 @contextmanager
-def peer(store: dist.Store, ended: BaseException | None = None) -> Iterator[None]:
+def peer(store: dist.Store, failure: BaseException | None = None) -> Iterator[None]:
     """The second rank, which waits until the first has ended, or has failed before."""
-    begun, over = threading.Event(), threading.Event()
+    start, over = threading.Event(), threading.Event()
 
     def live() -> None:
         with (
             suppress(RuntimeError),
             watch_ranks(store, StoreAddress("launcher", None), 1, 2, LIMITS),
         ):
-            begun.set()
-            if ended is not None:
-                raise ended
+            start.set()
+            if failure is not None:
+                raise failure
             over.wait()
 
     thread = threading.Thread(target=live)
     thread.start()
-    begun.wait()
-    if ended is not None:
+    start.wait()
+    if failure is not None:
         thread.join()
     yield
     over.set()
@@ -227,42 +227,42 @@ def test_what_a_gpu_says_that_lost_its_peer_is_not_the_cause(text: str) -> None:
     last = Heartbeat(*(9, 120, "step 120", 7, 0, "", 0.0, "", False, this_host(), dead.pid))
     store = dist.HashStore()
     store.set(_key(1), last.encode())
-    found = raised(RuntimeError(text), store)
-    assert isinstance(found, PeerLost)
-    assert "rank 1 is gone, last seen in step 120" in str(found)
-    assert text.partition("\n")[0] in str(found)
+    error = error_of(RuntimeError(text), store)
+    assert isinstance(error, PeerLost)
+    assert "rank 1 is gone, last seen in step 120" in str(error)
+    assert text.partition("\n")[0] in str(error)
 
 
 @pytest.mark.parametrize("text", [OF_A_GPU[1], "CUDA error: out of memory", "boom"])
 def test_what_a_gpu_says_whose_peers_live_is_the_cause(text: str) -> None:
     store, error = dist.HashStore(), RuntimeError(text)
     with peer(store):
-        assert raised(error, store) is error
+        assert error_of(error, store) is error
 
 
 def test_of_two_gpus_that_fail_the_first_is_the_cause() -> None:
     store = dist.HashStore()
     with peer(store, RuntimeError(OF_A_GPU[1])):
-        found = raised(RuntimeError(OF_A_GPU[0]), store)
-    assert f"rank 1 failed: RuntimeError: {OF_A_GPU[1]}" in str(found)
+        error = error_of(RuntimeError(OF_A_GPU[0]), store)
+    assert f"rank 1 failed: RuntimeError: {OF_A_GPU[1]}" in str(error)
 
 
 class EndingStore:
     """A store whose launcher ends, or to which the network is cut: from then on it does not answer."""
 
     def __init__(self) -> None:
-        self.store, self.ended, self.cut = dist.HashStore(), False, False
+        self.store, self.has_ended, self.cut = dist.HashStore(), False, False
         self.over = threading.Event()
 
     def __getattr__(self, name: str) -> Any:
         if self.cut:
             self.over.wait()
-        if self.ended:
+        if self.has_ended:
             raise RuntimeError("Connection reset by peer")
         return getattr(self.store, name)
 
 
-def seen(store: EndingStore, places: Mapping[int, tuple[str, str]]) -> None:
+def write_heartbeats(store: EndingStore, places: Mapping[int, tuple[str, str]]) -> None:
     """Heartbeats of other ranks, by their host and address."""
     usual: tuple[Any, ...] = (9, 120, "step 120", 7, 0, "", 0.0, "", False)
     for rank, (host, address) in places.items():
@@ -273,19 +273,21 @@ def seen(store: EndingStore, places: Mapping[int, tuple[str, str]]) -> None:
 def test_the_host_to_which_the_lost_connection_led_is_named_though_the_store_ended_first() -> None:
     store = EndingStore()
     places = {1: (this_host(), "10.77.0.1"), 2: ("node1 pid:[1]", "10.77.0.2")}
-    seen(store, places | {3: ("node1 pid:[1]", "10.77.0.2"), 4: ("node2 pid:[1]", "10.77.0.3")})
+    write_heartbeats(
+        store, places | {3: ("node1 pid:[1]", "10.77.0.2"), 4: ("node2 pid:[1]", "10.77.0.3")}
+    )
 
     def lose_the_connection() -> None:
         with watch_ranks(store, StoreAddress("10.77.0.1:29778", None), 0, 5, LIMITS):
             let_pass(0.5)
-            store.ended = True
+            store.has_ended = True
             raise RuntimeError("Read error [10.77.0.2]:13548: Connection reset by peer")
 
-    with pytest.raises(PeerLost) as caught:
+    with pytest.raises(PeerLost) as error:
         lose_the_connection()
-    names = re.findall(r"rank \d on host \w+", str(caught.value))
+    names = re.findall(r"rank \d on host \w+", str(error.value))
     assert names == ["rank 2 on host node1", "rank 3 on host node1"]
-    assert "lost the store at 10.77.0.1:29778" in str(caught.value)
+    assert "lost the store at 10.77.0.1:29778" in str(error.value)
 
 
 @contextmanager
@@ -309,7 +311,9 @@ def test_a_lost_network_is_named_though_a_rank_of_this_host_left_because_of_it(
 ) -> None:
     """Its end breaks a connection within the host. A store whose host answers is not lost to the network."""
     store = EndingStore()
-    seen(store, dict.fromkeys((0, 1), ("node0 pid:[1]", "10.77.0.1")) | {3: (this_host(), "::1")})
+    write_heartbeats(
+        store, dict.fromkeys((0, 1), ("node0 pid:[1]", "10.77.0.1")) | {3: (this_host(), "::1")}
+    )
     limits = WatchdogLimits(silence_s=4.0, wait_s=60.0, interval_s=0.05)
 
     def lose_a_connection(address: str) -> None:
@@ -321,12 +325,12 @@ def test_a_lost_network_is_named_though_a_rank_of_this_host_left_because_of_it(
 
     with address_of(answers=answers) as address:
         try:
-            with pytest.raises(RankMissing) as caught:
+            with pytest.raises(RankMissing) as error:
                 lose_a_connection(address)
         finally:
             store.over.set()
-    names = re.findall(r"rank \d on host \w+", str(caught.value))
+    names = re.findall(r"rank \d on host \w+", str(error.value))
     assert names == ["rank 0 on host node0", "rank 1 on host node0"]
-    lost = f"the network to rank 0 at {address} is lost: no answer for"
-    assert (lost in str(caught.value)) is not answers
-    assert (f"lost the store at {address}" in str(caught.value)) is answers
+    message = f"the network to rank 0 at {address} is lost: no answer for"
+    assert (message in str(error.value)) is not answers
+    assert (f"lost the store at {address}" in str(error.value)) is answers

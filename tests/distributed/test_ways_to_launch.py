@@ -91,14 +91,14 @@ Expected = Callable[[int], tuple[bytes, float]]
 @pytest.fixture(scope="module")
 def expected(place: Path, forks: Forks) -> Expected:
     """expected(size): the weights and the loss that so many ranks end with."""
-    known: dict[int, tuple[bytes, float]] = {}
+    outcomes: dict[int, tuple[bytes, float]] = {}
 
     def of(size: int) -> tuple[bytes, float]:
-        if size not in known:
+        if size not in outcomes:
             argv = ["train", "tiny.yaml", "--set", f"record.run_dir=by-{size}"]
             end_well(children_as_ranks(forks, size, INSTAR, argv, place=place))
-            known[size] = outcome(place / f"by-{size}")
-        return known[size]
+            outcomes[size] = outcome(place / f"by-{size}")
+        return outcomes[size]
 
     return of
 
@@ -121,19 +121,19 @@ def assert_all_said_who_they_are(run_dir: Path, size: int) -> None:
         lines = (run_dir / "logs" / f"rank_{rank}.log").read_text().splitlines()
         assert lines[0].endswith(f"INFO: rank {rank} of {size} on cpu")
         # what libraries say on the standard streams comes here too, as it is
-        ours = [line for line in lines if line.startswith("[RANK")]
-        assert len(ours) > 1
-        assert all(re.match(LINE.format(rank=rank), line) for line in ours), lines
+        own_lines = [line for line in lines if line.startswith("[RANK")]
+        assert len(own_lines) > 1
+        assert all(re.match(LINE.format(rank=rank), line) for line in own_lines), lines
 
 
 def start(
     place: Path, *words: object, python: object = sys.executable, **variables: str
 ) -> subprocess.Popen[str]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("INSTAR")}
+    parent_variables = {k: v for k, v in os.environ.items() if not k.startswith("INSTAR")}
     return subprocess.Popen(
         [str(python), *map(str, words)],
         cwd=place,
-        env=kept | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | variables,
+        env=parent_variables | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -144,12 +144,12 @@ def start(
 def end(process: subprocess.Popen[str], code: int = 0) -> str:
     """What it has said by its end."""
     try:
-        said = process.communicate(timeout=LIMIT_S)[0]
+        output = process.communicate(timeout=LIMIT_S)[0]
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == code, said
-    return said
+    assert process.returncode == code, output
+    return output
 
 
 def free_port() -> int:
@@ -171,19 +171,19 @@ def test_torchs_launchers_train_the_same(
     assert_all_said_who_they_are(place / f"by-{way}", 2)
 
 
-@parametrize_first("launched", [True, False], first=1)
+@parametrize_first("use_launcher", [True, False], first=1)
 def test_a_script_that_trains_in_a_loop_makes_a_run_of_each(
-    place: Path, forks: Forks, launched: bool
+    place: Path, forks: Forks, use_launcher: bool
 ) -> None:
-    name = f"loop-{launched}"
-    if launched:
+    name = f"loop-{use_launcher}"
+    if use_launcher:
         words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
         end(start(place, *words, "loop.py", name))
     else:
-        ours = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        environ = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         python = forks.python
         ranks = [
-            start(place, "loop.py", name, python=python, **ours, RANK=str(rank))
+            start(place, "loop.py", name, python=python, **environ, RANK=str(rank))
             for rank in range(2)
         ]
         for rank in ranks:
@@ -215,10 +215,10 @@ def test_ranks_do_not_read_again_what_their_launcher_has_read(
 
 def test_two_launches_at_once_do_not_meet(place: Path, forks: Forks, expected: Expected) -> None:
     words = ["train", "tiny.yaml", "--set", "record.run_dir=typed"]
-    typed = start(place, *words, python=forks.command)
-    called = start(place, "launched.py", "record.run_dir=called", python=forks.python)
-    assert "same as: torchrun --nproc_per_node=2 -m instar.train tiny.yaml" in end(typed)
-    assert "/called\n" in end(called)
+    cli_run = start(place, *words, python=forks.command)
+    python_run = start(place, "launched.py", "record.run_dir=called", python=forks.python)
+    assert "same as: torchrun --nproc_per_node=2 -m instar.train tiny.yaml" in end(cli_run)
+    assert "/called\n" in end(python_run)
     for name in ("typed", "called"):
         assert outcome(place / name) == expected(2)
         assert_all_said_who_they_are(place / name, 2)
@@ -258,9 +258,9 @@ def test_two_steps_of_a_slurm_job_at_once_do_not_meet(
 
 
 def test_a_slurm_job_of_one_task_starts_what_the_config_says(place: Path, forks: Forks) -> None:
-    one = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+    environment = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "1"}
     argv = ["train", "tiny.yaml", "--dry-run"]
-    child = forks.start(INSTAR, argv, place=place, environment=one)
+    child = forks.start(INSTAR, argv, place=place, environment=environment)
     assert child.finish() == 0
     assert "--nproc_per_node=2" in child.output()
 
@@ -271,9 +271,11 @@ def test_ranks_of_another_launch_at_the_same_port_are_sent_away(
     port = free_port()
 
     def rank(number: int, launch: str) -> Child:
-        here = {"RANK": str(number), "WORLD_SIZE": "2", "MASTER_PORT": str(port)}
+        environment = {"RANK": str(number), "WORLD_SIZE": "2", "MASTER_PORT": str(port)}
         argv = ["train", "tiny.yaml", "--set", f"record.run_dir={launch}"]
-        return forks.start(INSTAR, argv, place=place, environment=here | {"INSTAR_LAUNCH": launch})
+        return forks.start(
+            INSTAR, argv, place=place, environment=environment | {"INSTAR_LAUNCH": launch}
+        )
 
     first = rank(0, "first")
     first.wait_until(lambda: is_taken(port))
@@ -302,8 +304,8 @@ def test_a_given_port_that_is_in_use_is_named_with_its_key(place: Path, forks: F
         assert child.finish() == 2
     finally:
         os.close(descriptor)
-    told = f"parallel.master_port: port {port} of 127.0.0.1 is in use"
-    assert child.output().count(told) == 1
+    message = f"parallel.master_port: port {port} of 127.0.0.1 is in use"
+    assert child.output().count(message) == 1
     assert "Nothing was started." in child.output()
     assert not (place / "busy").exists()
 
@@ -321,8 +323,8 @@ def test_ranks_of_another_number_than_the_environment_says_are_refused(
     argv = ["train", "tiny.yaml", "--nproc", "2"]
     ranks = children_as_ranks(forks, 4, INSTAR, argv, place=place)
     assert [rank.finish() for rank in ranks] == [2] * 4
-    said = "--nproc 2, but the environment already sets 4 ranks"
-    assert said in ranks[0].output()
+    message = "--nproc 2, but the environment already sets 4 ranks"
+    assert message in ranks[0].output()
 
 
 def test_a_spawned_rank_that_fails_ends_all_and_is_named(place: Path, forks: Forks) -> None:
@@ -367,7 +369,7 @@ def test_an_interrupted_parent_stops_the_ranks_that_it_launched(place: Path, for
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("arguments", "message"),
     [
         ({"world_size": 2}, "world_size and port need rank"),
         ({"rank": 2, "world_size": 2}, "rank 2 of 2 is not a possible rank"),
@@ -375,9 +377,9 @@ def test_an_interrupted_parent_stops_the_ranks_that_it_launched(place: Path, for
         ({"rank": 0, "world_size": 2}, "MASTER_PORT is not set"),
     ],
 )
-def test_a_rank_that_cannot_be_is_refused(given: dict[str, int], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        train(None, ["device=cpu"], **given)  # type: ignore[arg-type]
+def test_a_rank_that_cannot_be_is_refused(arguments: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train(None, ["device=cpu"], **arguments)  # type: ignore[arg-type]
 
 
 def test_ranks_do_not_start_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

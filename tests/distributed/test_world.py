@@ -73,10 +73,10 @@ def test_nccl_needs_a_gpu() -> None:
 
 
 def test_a_taken_port_is_named(two_ranks: pytest.MonkeyPatch) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
         two_ranks.setenv("MASTER_PORT", str(port))
         with (
             pytest.raises(ConfigError, match=f"MASTER_PORT: port {port} of 127.0.0.1 is in use"),
@@ -123,7 +123,7 @@ except ValueError:
 
 
 @pytest.fixture(scope="module")
-def met(
+def answers(
     ranks_in: Callable[[str, int, Path], list[dict[str, Any]]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> list[dict[str, Any]]:
@@ -131,16 +131,16 @@ def met(
     return ranks_in(PROGRAM, 2, tmp_path_factory.mktemp("world"))
 
 
-def test_ranks_meet_on_loopback(met: list[dict[str, Any]]) -> None:
-    assert [fact["rank"] for fact in met] == [0, 1]
-    for fact in met:
+def test_ranks_meet_on_loopback(answers: list[dict[str, Any]]) -> None:
+    assert [fact["rank"] for fact in answers] == [0, 1]
+    for fact in answers:
         assert (fact["size"], fact["backend"]) == (2, "gloo")
         assert fact["gloo"].startswith("lo")
 
 
-def test_the_environment_is_left_as_it_was(met: list[dict[str, Any]]) -> None:
-    assert met[0]["clean"]
+def test_the_environment_is_left_as_it_was(answers: list[dict[str, Any]]) -> None:
+    assert answers[0]["clean"]
 
 
-def test_a_failed_rank_parts_although_a_peer_is_silent(met: list[dict[str, Any]]) -> None:
-    assert met[0]["parted_s"] < 10
+def test_a_failed_rank_parts_although_a_peer_is_silent(answers: list[dict[str, Any]]) -> None:
+    assert answers[0]["parted_s"] < 10

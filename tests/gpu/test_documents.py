@@ -45,11 +45,11 @@ def losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trained:
     Path("bpe.json").write_text(train_bpe(TEXTS, 300).to_json(), encoding="utf-8")
     Path("masked.yaml").write_text(CONFIG, encoding="utf-8")
 
-    def trained(name: str, *overrides: str, hooks: Sequence[object] = ()) -> list[float]:
+    def train_run(name: str, *overrides: str, hooks: Sequence[object] = ()) -> list[float]:
         train("masked.yaml", [*overrides, f"record.run_dir={name}"], hooks=hooks)
         return [event["loss"] for event in events(name, "train", "eval")]
 
-    return trained
+    return train_run
 
 
 def events(name: str, *kinds: str) -> list[dict[str, float]]:

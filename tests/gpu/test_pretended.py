@@ -58,8 +58,8 @@ Losses = Callable[..., list[float]]
 
 @pytest.fixture
 def gpu() -> Iterator[pretended.Gpu]:
-    with pretended.device() as found:
-        yield found
+    with pretended.device() as device:
+        yield device
 
 
 @pytest.fixture
@@ -68,11 +68,11 @@ def losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Losses:
     (tmp_path / "squares.txt").write_text(TEXT)
     (tmp_path / "tiny.yaml").write_text(TINY)
 
-    def trained(name: str, *overrides: str, hooks: Sequence[object] = ()) -> list[float]:
+    def train_run(name: str, *overrides: str, hooks: Sequence[object] = ()) -> list[float]:
         train("tiny.yaml", [*overrides, f"record.run_dir={name}"], hooks=hooks)
-        return recorded(tmp_path / name)
+        return read_losses(tmp_path / name)
 
-    return trained
+    return train_run
 
 
 class Reads(TorchFunctionMode):
@@ -80,7 +80,7 @@ class Reads(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -88,7 +88,7 @@ class Reads(TorchFunctionMode):
         del types
         on_gpu = bool(args) and isinstance(args[0], pretended.PretendedTensor)
         if on_gpu and func.__name__ in {"item", "tolist", "cpu", "__bool__", "__float__"}:
-            self.found[func.__name__] += 1
+            self.counts[func.__name__] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -107,16 +107,16 @@ class NotFinite:
             )
 
 
-def recorded(run_dir: Path) -> list[float]:
+def read_losses(run_dir: Path) -> list[float]:
     events = read_events(run_dir / "events.jsonl")
     return [event.loss for event in events if isinstance(event, Train)]
 
 
 def resume(run_dir: Path, *overrides: str) -> list[float]:
-    found = Resume(find_run(str(run_dir)), fresh=True)
+    resumption = Resume(find_run(str(run_dir)), fresh=True)
     with StopSignal() as signal, RankLog(0) as log:
-        run(load_run_config(str(found.run.config), overrides), log, signal, found)
-    return recorded(run_dir)
+        run(load_run_config(str(resumption.run.config), overrides), log, signal, resumption)
+    return read_losses(run_dir)
 
 
 @parametrize_first(
@@ -160,11 +160,11 @@ def test_fp16_scales_its_gradients(losses: Losses) -> None:
 @pytest.mark.usefixtures("gpu")
 def test_a_run_goes_on_where_it_was_saved(losses: Losses, tmp_path: Path) -> None:
     drops = "model.dropout=0.2"
-    whole = losses("whole", drops)
+    expected = losses("whole", drops)
     losses("parts", drops, "train.until=2it")
-    assert resume(tmp_path / "parts", "train.until=4it") == whole
-    saved = load_checkpoint(tmp_path / "parts" / "checkpoints" / "step-4").tensors("model")
-    assert all(type(tensor) is torch.Tensor for tensor in saved.values())
+    assert resume(tmp_path / "parts", "train.until=4it") == expected
+    weights = load_checkpoint(tmp_path / "parts" / "checkpoints" / "step-4").tensors("model")
+    assert all(type(tensor) is torch.Tensor for tensor in weights.values())
 
 
 @pytest.mark.usefixtures("gpu")
@@ -173,9 +173,9 @@ def test_states_of_parameters_that_are_not_contiguous_are_resumed(
 ) -> None:
     (tmp_path / "tiny.yaml").write_text(states.CONFIG)
     kind = ("model.kind=channels last", "test.at_end=false")
-    whole = losses("whole", *kind)
+    expected = losses("whole", *kind)
     losses("parts", *kind, "train.until=5it")
-    assert resume(tmp_path / "parts", f"train.until={states.STEPS}it") == whole
+    assert resume(tmp_path / "parts", f"train.until={states.STEPS}it") == expected
 
 
 def test_samples_are_pinned_by_the_thread_that_reads_ahead(
@@ -183,7 +183,10 @@ def test_samples_are_pinned_by_the_thread_that_reads_ahead(
 ) -> None:
     losses("run", "checkpoint.asynchronous=false")
     assert set(gpu.pinned_by) == {"instar-prefetch"}
-    assert any(each.to == "cuda" and each.is_pinned and not each.waits for each in gpu.transfers)
+    assert any(
+        transfer.to == "cuda" and transfer.pinned and not transfer.waits
+        for transfer in gpu.transfers
+    )
 
 
 def test_only_the_generators_in_use_are_seeded(losses: Losses, gpu: pretended.Gpu) -> None:
@@ -201,11 +204,11 @@ def test_float32_matrices_are_multiplied_as_the_config_says(
     modes = []
     measure = record_device.measure_peak_flops
 
-    def measured(*args: Any) -> float:
+    def record_mode(*args: Any) -> float:
         modes.append(torch.get_float32_matmul_precision())
         return measure(*args)
 
-    monkeypatch.setattr(record_device, "measure_peak_flops", measured)
+    monkeypatch.setattr(record_device, "measure_peak_flops", record_mode)
     with pretended.device():
         losses("run", "train.until=1it", *how)
     assert set(modes) == {mode}
@@ -227,14 +230,14 @@ def test_a_step_reads_nothing_from_the_device(losses: Losses, how: list[str]) ->
 
     class Watches:
         def on_step_begin(self, run: HookContext) -> None:
-            counts.append((run.step, sum(reads.found.values())))
+            counts.append((run.step, sum(reads.counts.values())))
 
     with reads, pretended.device():
         quiet = ["record.log_interval=100", "eval.eval_interval=100", "checkpoint.every_steps=100"]
         losses("run", *quiet, *how, hooks=[Watches()])
-    seen = dict(counts)
-    assert seen[1] > seen[0]  # the first step is recorded
-    assert seen[3] == seen[1]
+    read_counts = dict(counts)
+    assert read_counts[1] > read_counts[0]  # the first step is recorded
+    assert read_counts[3] == read_counts[1]
 
 
 @WAYS
@@ -243,9 +246,11 @@ def test_a_gpu_skips_the_steps_that_a_host_would_skip(
     losses: Losses, tmp_path: Path, bad: tuple[int, ...], how: list[str]
 ) -> None:
     on_cpu, on_gpu = NotFinite(*bad), NotFinite(*bad)
-    told = losses("cpu", "device=cpu", *how, hooks=[on_cpu])
+    cpu_losses = losses("cpu", "device=cpu", *how, hooks=[on_cpu])
     with pretended.device():
-        assert losses("gpu", "device=cuda", *how, hooks=[on_gpu]) == pytest.approx(told, rel=1e-4)
+        assert losses("gpu", "device=cuda", *how, hooks=[on_gpu]) == pytest.approx(
+            cpu_losses, rel=1e-4
+        )
     for weights in (on_cpu.weights, on_gpu.weights):
         same = [torch.equal(a, b) for a, b in pairwise(weights)]
         assert same == [step in bad for step in range(len(same))]
@@ -257,14 +262,18 @@ def test_a_gpu_skips_the_steps_that_a_host_would_skip(
         ]
         for name in ("cpu", "gpu")
     ]
-    found = [[(event.step, event.consecutive) for event in each] for each in skips]
-    assert found[0] == found[1] == [(step + 1, number) for number, step in enumerate(bad, 1)]
-    saved = [load_checkpoint(tmp_path / name / "checkpoints" / "step-4") for name in ("cpu", "gpu")]
+    skip_steps = [[(event.step, event.consecutive) for event in events] for events in skips]
+    assert (
+        skip_steps[0] == skip_steps[1] == [(step + 1, number) for number, step in enumerate(bad, 1)]
+    )
+    checkpoints = [
+        load_checkpoint(tmp_path / name / "checkpoints" / "step-4") for name in ("cpu", "gpu")
+    ]
     for part in ("model", "optimizer", *(["ema"] if "train.ema=0.9" in how else [])):
-        ours, theirs = (each.tensors(part) for each in saved)
-        assert ours.keys() == theirs.keys()
-        for name, value in ours.items():
-            torch.testing.assert_close(theirs[name], value, rtol=1e-3, atol=1e-6)
+        cpu_state, gpu_state = (checkpoint.tensors(part) for checkpoint in checkpoints)
+        assert cpu_state.keys() == gpu_state.keys()
+        for name, value in cpu_state.items():
+            torch.testing.assert_close(gpu_state[name], value, rtol=1e-3, atol=1e-6)
             assert not name.endswith("/step") or value == 4 - len(bad)
 
 
@@ -281,7 +290,7 @@ def test_background_saves_copy_to_pinned_memory_without_waiting(
 ) -> None:
     losses("run", "checkpoint.every_steps=1", "train.ema=0.9")
     assert gpu.calls["Event.synchronize"] > 0
-    assert any(each.to == "cpu" and not each.waits for each in gpu.transfers)
+    assert any(transfer.to == "cpu" and not transfer.waits for transfer in gpu.transfers)
     for path in (tmp_path / "run" / "checkpoints").glob("step-*"):
         assert load_checkpoint(path).tensors("model")
 
@@ -291,10 +300,10 @@ def test_two_ranks_train_under_ddp_with_nccl_as_one_does(
     losses: Losses, tmp_path: Path, forks: Forks, strategy: str
 ) -> None:
     """What NCCL would send goes over gloo."""
-    one = losses("one", "device=cpu")
+    expected = losses("one", "device=cpu")
     sets = ["record.run_dir=two", "device=cuda", f"data.strategy={strategy}"]
     argv = ["train", "tiny.yaml", *(word for text in sets for word in ("--set", text))]
     ranks = children_as_ranks(forks, 2, "pretended:one_gpu_each", argv, place=tmp_path)
     assert codes(ranks) == [0, 0], output_of(ranks)
-    assert recorded(tmp_path / "two") == pytest.approx(one, rel=1e-5)
+    assert read_losses(tmp_path / "two") == pytest.approx(expected, rel=1e-5)
     assert "cpu:gloo,cuda:nccl" in output_of(ranks)

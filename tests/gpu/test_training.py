@@ -49,17 +49,17 @@ def losses(tmp_path: Path) -> Losses:
     (tmp_path / "squares.txt").write_text(TEXT)
     (tmp_path / "tiny.yaml").write_text(TINY)
 
-    def trained(name: str, *overrides: str, ranks: int = 1) -> list[float]:
+    def train_run(name: str, *overrides: str, ranks: int = 1) -> list[float]:
         command = [sys.executable, "-m", "instar.cli.main", "train", "tiny.yaml"]
         command += ["--nproc", str(ranks)] if ranks > 1 else []
         for text in (*overrides, f"record.run_dir={name}"):
             command += ["--set", text]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr
         events = map(json.loads, (tmp_path / name / "events.jsonl").read_text().splitlines())
         return [event["loss"] for event in events if event["kind"] == "train"]
 
-    return trained
+    return train_run
 
 
 def test_a_gpu_follows_the_curve_of_a_cpu(losses: Losses) -> None:
@@ -91,22 +91,22 @@ def test_muon_learns_on_a_gpu(losses: Losses) -> None:
 
 
 def test_as_many_ranks_as_gpus_are_one_run(losses: Losses) -> None:
-    one = losses("one", "device=cuda")
+    expected = losses("one", "device=cuda")
     all_of_them = losses("all", "device=cuda", ranks=GPUS)
-    assert all_of_them == pytest.approx(one, rel=2e-3)
+    assert all_of_them == pytest.approx(expected, rel=2e-3)
 
 
 def test_a_gpu_that_is_not_there_is_refused(losses: Losses, tmp_path: Path) -> None:
     del losses
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "instar.cli.main", "train", "tiny.yaml", "--set", "device=cuda:99"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 2
-    assert "cuda:99 does not exist" in done.stderr
+    assert result.returncode == 2
+    assert "cuda:99 does not exist" in result.stderr
 
 
 def test_deltas_hold_the_weights_of_the_checkpoints_of_their_steps(
@@ -116,11 +116,11 @@ def test_deltas_hold_the_weights_of_the_checkpoints_of_their_steps(
     assert losses("saved", "device=cuda", *saving) == losses("plain", "device=cuda")
     folder = tmp_path / "saved" / "deltas"
     for step in (10, 20, 30):
-        saved = load_checkpoint(tmp_path / "saved" / "checkpoints" / f"step-{step}").tensors(
+        weights = load_checkpoint(tmp_path / "saved" / "checkpoints" / f"step-{step}").tensors(
             "model"
         )
-        stored = load_link(folder, find_link(links(folder), step=step).number)
-        assert all(torch.equal(stored[name], weight) for name, weight in saved.items())
+        delta_weights = load_link(folder, find_link(links(folder), step=step).number)
+        assert all(torch.equal(delta_weights[name], weight) for name, weight in weights.items())
 
 
 def test_a_model_grows_on_a_gpu_as_on_a_cpu(losses: Losses) -> None:
@@ -140,21 +140,21 @@ def test_a_model_grows_on_a_gpu_as_on_a_cpu(losses: Losses) -> None:
 def test_a_run_resumes_where_it_was_saved(losses: Losses, tmp_path: Path) -> None:
     drops = ("device=cuda", "model.dropout=0.1", "train.ema=0.9", "precision=bf16")
     drops += ("learning_rate.lr_decay_iters=30",)  # also of the part
-    whole = losses("whole", *drops)
+    expected = losses("whole", *drops)
     losses("parts", *drops, "train.until=15it")
     command = [sys.executable, "-m", "instar.cli.main", "resume", "parts", "--until", "30it"]
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
     events = map(json.loads, (tmp_path / "parts" / "events.jsonl").read_text().splitlines())
-    resumed = [event["loss"] for event in events if event["kind"] == "train"]
-    assert resumed == pytest.approx(whole, rel=1e-3)
+    actual = [event["loss"] for event in events if event["kind"] == "train"]
+    assert actual == pytest.approx(expected, rel=1e-3)
 
 
 @SEVERAL
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_ranks_with_shards_are_one_run(losses: Losses, ranks: int, optimizer: str) -> None:
     how = ("device=cuda", f"optimizer.name={optimizer}")
-    sharded = losses("all", *how, "parallel.strategy=fsdp", ranks=ranks)
-    assert sharded == pytest.approx(losses("one", *how), rel=2e-3)
+    actual = losses("all", *how, "parallel.strategy=fsdp", ranks=ranks)
+    assert actual == pytest.approx(losses("one", *how), rel=2e-3)
 
 
 @SEVERAL
@@ -164,8 +164,8 @@ def test_elastic_runs_have_one_hash(losses: Losses, tmp_path: Path, ranks: int) 
     first = load_checkpoint(tmp_path / "one" / "checkpoints" / "step-30").tensors("model")
     for strategy in ("ddp", "fsdp"):
         losses(strategy, *elastic, f"parallel.strategy={strategy}", ranks=ranks)
-        found = load_checkpoint(tmp_path / strategy / "checkpoints" / "step-30").tensors("model")
-        assert all(torch.equal(found[name], tensor) for name, tensor in first.items()), strategy
+        weights = load_checkpoint(tmp_path / strategy / "checkpoints" / "step-30").tensors("model")
+        assert all(torch.equal(weights[name], tensor) for name, tensor in first.items()), strategy
 
 
 @SEVERAL
@@ -187,9 +187,9 @@ def test_a_lost_rank_is_named(losses: Losses, tmp_path: Path, ranks: int, strate
             if child.environ().get("RANK") == "1"
         )
         rank_1.send_signal(signal.SIGKILL)
-        _, said = launcher.communicate(timeout=150)
+        _, errors = launcher.communicate(timeout=150)
     assert launcher.returncode == 4
-    assert "rank 1" in said
+    assert "rank 1" in errors
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def adapted(kind: str, **given: Any) -> peft.PeftModel:
+def adapted_model(kind: str, **options: Any) -> peft.PeftModel:
     """A model whose adapters have learned something."""
-    config = peft.LoraConfig(r=4, task_type="CAUSAL_LM", **{**CONFIGS[kind], **given})
+    config = peft.LoraConfig(r=4, task_type="CAUSAL_LM", **{**CONFIGS[kind], **options})
     base = copy.deepcopy(model_of(kind))
     prepare_adapters(base, config)
     model = peft.get_peft_model(base, config)
@@ -65,9 +65,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 @torch.no_grad()
 def logits(model: nn.Module) -> Tensor:
     ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(99))
-    found: Tensor = model.eval()(input_ids=ids).logits[..., :64]
+    result: Tensor = model.eval()(input_ids=ids).logits[..., :64]
     model.train()
-    return found
+    return result
 
 
 def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -86,7 +86,7 @@ def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 def test_adapters_grow_with_their_weights_and_train_on(
     kind: str, names: list[str], tmp_path: Path
 ) -> None:
-    model = adapted(kind)
+    model = adapted_model(kind)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
     train(model, optimizer)
     for name in names:
@@ -104,35 +104,35 @@ def test_adapters_grow_with_their_weights_and_train_on(
     after, tensors = logits(model), shapes(model)
     model.unload().save_pretrained(tmp_path / "base")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True)
-    assert shapes(loaded) == tensors
-    assert torch.equal(logits(loaded), after)
+    loaded_model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True)
+    assert shapes(loaded_model) == tensors
+    assert torch.equal(logits(loaded_model), after)
 
 
 # of a library: it counts on hooks whose modules get ids
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing", "ignore:.*Using default CorDA")
 @pytest.mark.parametrize(
-    "begun", ["pissa", "pissa_niter_2", "olora", "corda", "lora_ga", "orthogonal", "gaussian"]
+    "init", ["pissa", "pissa_niter_2", "olora", "corda", "lora_ga", "orthogonal", "gaussian"]
 )
 def test_adapters_that_began_as_a_part_of_the_base_load_beside_what_it_left(
-    begun: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    init: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Saved as documented, and loaded by peft, which begins again as the config says."""
-    few = {"target_modules": ALL, "modules_to_save": None}
-    model = adapted("llama", init_lora_weights=begun, **few)
+    options = {"target_modules": ALL, "modules_to_save": None}
+    model = adapted_model("llama", init_lora_weights=init, **options)
     grow(model, EXACT["insert_layers"])
-    warned = "save the base with them" in caplog.text
-    assert warned is (begun not in ("orthogonal", "gaussian"))
+    has_warning = "save the base with them" in caplog.text
+    assert has_warning is (init not in ("orthogonal", "gaussian"))
     model.save_pretrained(tmp_path / "adapter")
     expected = logits(model)
     model.unload().save_pretrained(tmp_path / "base")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    again = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
-    assert (logits(again) - expected).abs().max() <= 1e-6 * expected.abs().max()
+    loaded_model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    assert (logits(loaded_model) - expected).abs().max() <= 1e-6 * expected.abs().max()
 
 
 def test_vocabularies_grow_with_their_adapters() -> None:
-    model = adapted("llama")
+    model = adapted_model("llama")
     before = logits(model)
     grow(model, "resize_vocab", 80)
     assert model.base_model.model.model.embed_tokens.lora_embedding_A.default.shape == (4, 80)
@@ -141,7 +141,7 @@ def test_vocabularies_grow_with_their_adapters() -> None:
 
 def test_adapters_of_some_layers_stay_those_of_their_layers(tmp_path: Path) -> None:
     """Ranks and scales by layer, two adapters, and one that is not in use."""
-    model = adapted(
+    model = adapted_model(
         "llama",
         target_modules=["o_proj", "down_proj"],
         modules_to_save=None,
@@ -155,19 +155,19 @@ def test_adapters_of_some_layers_stay_those_of_their_layers(tmp_path: Path) -> N
     grow(model, "insert_layers", 2, where=[1, 2])
     assert (logits(model) - before).abs().max() <= 1e-5 * before.abs().max()
     layers = model.base_model.model.model.layers
-    ranks = [getattr(each.mlp.down_proj, "r", {}) for each in layers]
+    ranks = [getattr(layer.mlp.down_proj, "r", {}) for layer in layers]
     assert ranks == [{}, {}, {"default": 4}, {"default": 4}, {"default": 2}]
     assert layers[4].mlp.down_proj.scaling == {"default": 3.0}
-    queries = [getattr(each.self_attn.q_proj, "r", {}) for each in layers]
+    queries = [getattr(layer.self_attn.q_proj, "r", {}) for layer in layers]
     assert queries == [{"other": 3}, {"other": 3}, {}, {}, {}]
     model.save_pretrained(tmp_path / "adapter")
     after = logits(model)
     model.unload().save_pretrained(tmp_path / "base")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    loaded = peft.PeftModel.from_pretrained(loaded, tmp_path / "adapter")
-    loaded.load_adapter(tmp_path / "adapter/other", "other")
-    loaded.base_model.set_adapter(["default", "other"])
-    assert torch.equal(logits(loaded), after)
+    loaded_model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    loaded_model = peft.PeftModel.from_pretrained(loaded_model, tmp_path / "adapter")
+    loaded_model.load_adapter(tmp_path / "adapter/other", "other")
+    loaded_model.base_model.set_adapter(["default", "other"])
+    assert torch.equal(logits(loaded_model), after)
 
 
 @pytest.mark.parametrize(
@@ -193,11 +193,11 @@ def test_what_never_trains_is_told(
 
 def test_adapted_models_become_no_experts() -> None:
     with pytest.raises(GrowthError, match=r"upcycle: .*merge_and_unload"):
-        grow(adapted("qwen2"), "upcycle", 4, num_experts_per_tok=2)
+        grow(adapted_model("qwen2"), "upcycle", 4, num_experts_per_tok=2)
 
 
-def merged() -> nn.Module:
-    model = adapted("llama")
+def merged_model() -> nn.Module:
+    model = adapted_model("llama")
     model.merge_adapter()
     return model
 
@@ -205,9 +205,12 @@ def merged() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: adapted("llama", use_dora=True, modules_to_save=None), "Dora.* do not grow"),
-        (merged, r"unmerge_adapter\(\) first"),
-        (lambda: adapted("llama").base_model.model, "LlamaForCausalLM is inside .* PeftModel"),
+        (lambda: adapted_model("llama", use_dora=True, modules_to_save=None), "Dora.* do not grow"),
+        (merged_model, r"unmerge_adapter\(\) first"),
+        (
+            lambda: adapted_model("llama").base_model.model,
+            "LlamaForCausalLM is inside .* PeftModel",
+        ),
         (
             lambda: peft.get_peft_model(copy.deepcopy(model_of("llama")), peft.IA3Config()),
             "kind IA3 do not grow",

@@ -33,15 +33,17 @@ def born(arch: Architecture) -> GPT:
     return model.eval()
 
 
-def analyzed(model: GPT, tokens_BT: torch.Tensor | None = None, **options: Any) -> WeightAnalysis:
+def analysis_of(
+    model: GPT, tokens_BT: torch.Tensor | None = None, **options: Any
+) -> WeightAnalysis:
     heads = () if tokens_BT is None else attention_entropy(model, tokens_BT)
     weights = dict(model.named_parameters())
     return analyze(weights, model.arch.parameters(), heads=heads, **options)
 
 
 def rank_of(model: GPT, name: str, *, adapter: bool = False) -> MatrixRank:
-    found = analyzed(model).ranks
-    return next(rank for rank in found if rank.name == name and rank.adapter == adapter)
+    ranks = analysis_of(model).ranks
+    return next(rank for rank in ranks if rank.name == name and rank.adapter == adapter)
 
 
 def test_a_spectrum_is_the_squares_of_the_singular_values() -> None:
@@ -83,9 +85,9 @@ def test_a_matrix_of_known_rank_is_found_out() -> None:
     up.zero_()
     up[:3, :3] = torch.eye(3)
 
-    found = rank_of(model, "blocks.1.mlp.up")
+    rank = rank_of(model, "blocks.1.mlp.up")
 
-    assert found == MatrixRank("blocks.1.mlp.up", (128, 32), 32, (3, 3))
+    assert rank == MatrixRank("blocks.1.mlp.up", (128, 32), 32, (3, 3))
 
 
 @torch.no_grad()
@@ -96,12 +98,15 @@ def test_adapters_are_said_to_be_unused_idle_or_used_up() -> None:
     for part in ("up", "down"):
         model.get_parameter(f"blocks.0.mlp.{part}.lora_b").normal_()
 
-    said = "\n".join(analyzed(model).suggestions)
+    suggestions = "\n".join(analysis_of(model).suggestions)
 
     assert rank_of(model, "blocks.0.attn.query", adapter=True).effective == (1, 1)
-    assert "blocks.0.attn.query: its adapter of rank 8 uses only 1; a rank of 1 suffices" in said
-    assert "blocks.0.mlp.up: its adapter of rank 2 is used fully" in said
-    assert "blocks.1.mlp.up: its adapter is still zero" in said
+    assert (
+        "blocks.0.attn.query: its adapter of rank 8 uses only 1; a rank of 1 suffices"
+        in suggestions
+    )
+    assert "blocks.0.mlp.up: its adapter of rank 2 is used fully" in suggestions
+    assert "blocks.1.mlp.up: its adapter is still zero" in suggestions
 
 
 @torch.no_grad()
@@ -109,9 +114,9 @@ def test_a_full_mlp_is_told_of_and_a_poor_one_is_not() -> None:
     model = born(gpt2())
     model.get_parameter("blocks.0.mlp.down.weight")[:, 1:] = 0.0
 
-    (said,) = analyzed(model).suggestions
+    (suggestion,) = analysis_of(model).suggestions
 
-    assert said.startswith("the MLPs of layers 1 have full")
+    assert suggestion.startswith("the MLPs of layers 1 have full")
 
 
 @pytest.mark.parametrize("arch", [gpt2(), llama()], ids=["gpt2", "llama"])
@@ -126,7 +131,7 @@ def test_a_head_without_queries_attends_to_all_alike(arch: Architecture) -> None
     assert [(head.layer, head.head) for head in heads] == [
         (layer, head) for layer in range(2) for head in range(4)
     ]
-    even = sum(math.log(seen) for seen in range(2, 17)) / 15
+    even = sum(math.log(count) for count in range(2, 17)) / 15
     for head in heads:
         assert head.share == pytest.approx(1.0, abs=1e-6)
         assert head.entropy_nats == pytest.approx(even, abs=1e-6)
@@ -142,10 +147,10 @@ def test_a_head_that_looks_at_one_token_has_collapsed() -> None:
             torch.cat([30.0 * torch.randn(8, 32, generator=torch.Generator().manual_seed(2))] * 4)
         )
 
-    found = analyzed(model, tokens_BT=TOKENS)
+    analysis = analysis_of(model, tokens_BT=TOKENS)
 
-    assert all(head.share < 0.05 for head in found.heads if head.layer == 0)
-    assert sum("attends to one token only" in text for text in found.suggestions) == 4
+    assert all(head.share < 0.05 for head in analysis.heads if head.layer == 0)
+    assert sum("attends to one token only" in text for text in analysis.suggestions) == 4
 
 
 @torch.no_grad()
@@ -155,24 +160,24 @@ def test_change_is_relative_and_by_the_step() -> None:
     model.get_parameter("blocks.0.attn.query.weight").mul_(1.5)
     model.token_embedding.weight[10:].mul_(-1.0)
 
-    found = analyzed(model, before=before, steps=5)
+    analysis = analysis_of(model, before=before, steps=5)
 
-    changes = {change.name: change for change in found.changes}
+    changes = {change.name: change for change in analysis.changes}
     query = changes["blocks.0.attn.query.weight"]
     assert (query.relative, query.relative_per_step) == pytest.approx((0.5, 0.1))
     assert changes["blocks.0.attn.key.weight"].relative == 0.0
-    assert found.drift is not None
-    assert (found.drift.rows, found.drift.still) == (50, 10)
-    assert found.drift.cosine == pytest.approx((10 - 40) / 50)
+    assert analysis.drift is not None
+    assert (analysis.drift.rows, analysis.drift.still) == (50, 10)
+    assert analysis.drift.cosine == pytest.approx((10 - 40) / 50)
 
 
 def test_what_cannot_be_compared_is_left_out_and_said() -> None:
     model, smaller = born(gpt2(n_mlp=256)), born(gpt2())
 
-    alone = analyzed(model, no_heads="the data are gone")
-    against = analyzed(model, before=dict(smaller.named_parameters()))
+    analysis = analysis_of(model, no_heads="the data are gone")
+    against = analysis_of(model, before=dict(smaller.named_parameters()))
 
-    assert alone.left_out == (
+    assert analysis.left_out == (
         "attention: the data are gone",
         "change: there is no earlier state to compare with",
     )
@@ -187,14 +192,14 @@ def test_what_cannot_be_compared_is_left_out_and_said() -> None:
 def test_blocks_are_not_compared_by_name_where_their_number_is_another() -> None:
     model, shallower = born(gpt2(n_layer=3)), born(gpt2())
 
-    found = analyzed(model, tokens_BT=TOKENS, before=dict(shallower.named_parameters()))
+    analysis = analysis_of(model, tokens_BT=TOKENS, before=dict(shallower.named_parameters()))
 
-    assert {change.name.partition(".")[0] for change in found.changes} == {
+    assert {change.name.partition(".")[0] for change in analysis.changes} == {
         "token_embedding",
         "position_embedding",
         "final_norm",
     }
-    assert found.left_out == (
+    assert analysis.left_out == (
         "change of the blocks: their number and so their names differ",
         "change of 1 tensors: they were zero, missing, or of another shape",
     )
@@ -202,5 +207,5 @@ def test_blocks_are_not_compared_by_name_where_their_number_is_another() -> None
 
 def test_an_analysis_is_json() -> None:
     model = born(llama())
-    found = analyzed(model, tokens_BT=TOKENS, before=dict(model.named_parameters()), steps=1)
-    assert json.loads(json.dumps(found.to_dict()))["energies"] == [0.9, 0.99]
+    analysis = analysis_of(model, tokens_BT=TOKENS, before=dict(model.named_parameters()), steps=1)
+    assert json.loads(json.dumps(analysis.to_dict()))["energies"] == [0.9, 0.99]

@@ -47,8 +47,8 @@ EVERY = [
 def test_the_new_tensors_are_those_of_the_new_architecture(
     arch: Architecture, op: Operation
 ) -> None:
-    new, made = plan(arch, op)
-    tensors = apply(made, values(random_gpt(arch)), Role.PARAMETER, KEY)
+    new, growth_plan = plan(arch, op)
+    tensors = apply(growth_plan, values(random_gpt(arch)), Role.PARAMETER, KEY)
     table = {name: entry.shape for name, entry in new.parameters().items()}
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == table
     assert list(tensors) == list(table)
@@ -59,45 +59,48 @@ def test_the_new_tensors_are_those_of_the_new_architecture(
 @pytest.mark.parametrize(("arch", "op"), EVERY)
 @pytest.mark.parametrize("role", Role)
 def test_one_by_one_equals_all_at_once(arch: Architecture, op: Operation, role: Role) -> None:
-    _, made = plan(arch, op)
+    _, growth_plan = plan(arch, op)
     old = values(random_gpt(arch).float())
-    whole = apply(made, old, role, KEY)
-    one_by_one = {name: apply_one(made, name, old.__getitem__, role, KEY) for name in made.tensors}
-    there = {name: tensor for name, tensor in one_by_one.items() if tensor is not None}
-    assert there.keys() == whole.keys()
-    assert all(torch.equal(there[name], tensor) for name, tensor in whole.items())
+    expected = apply(growth_plan, old, role, KEY)
+    one_by_one = {
+        name: apply_one(growth_plan, name, old.__getitem__, role, KEY)
+        for name in growth_plan.tensors
+    }
+    tensors = {name: tensor for name, tensor in one_by_one.items() if tensor is not None}
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize(("arch", "op"), EVERY)
 def test_the_same_key_gives_the_same_values(arch: Architecture, op: Operation) -> None:
-    _, made = plan(arch, op)
+    _, growth_plan = plan(arch, op)
     old = values(random_gpt(arch))
     torch.manual_seed(1)
-    one = apply(made, old, Role.PARAMETER, KEY)
+    first = apply(growth_plan, old, Role.PARAMETER, KEY)
     torch.manual_seed(2)
-    again = apply(made, old, Role.PARAMETER, KEY)
-    assert all(torch.equal(one[name], tensor) for name, tensor in again.items())
+    second = apply(growth_plan, old, Role.PARAMETER, KEY)
+    assert all(torch.equal(first[name], tensor) for name, tensor in second.items())
 
 
 @pytest.mark.parametrize("key", [(7, 1), (8, 0)], ids=["operation", "seed"])
 def test_another_key_gives_other_values(key: tuple[int, int]) -> None:
-    _, made = plan(GPT2, operation("widen_mlp", 20))
+    _, growth_plan = plan(GPT2, operation("widen_mlp", 20))
     old = values(random_gpt(GPT2))
-    one, other = (apply(made, old, Role.PARAMETER, k) for k in (KEY, key))
+    first, other = (apply(growth_plan, old, Role.PARAMETER, k) for k in (KEY, key))
     name = "blocks.0.mlp.up.weight"
-    assert torch.equal(one[name][:12], other[name][:12])
-    assert not torch.isclose(one[name][12:], other[name][12:]).any()
+    assert torch.equal(first[name][:12], other[name][:12])
+    assert not torch.isclose(first[name][12:], other[name][12:]).any()
     # and other tensors draw other values
-    assert not torch.isclose(one[name][12:], one["blocks.1.mlp.up.weight"][12:]).any()
+    assert not torch.isclose(first[name][12:], first["blocks.1.mlp.up.weight"][12:]).any()
 
 
 def test_new_values_do_not_depend_on_the_type() -> None:
-    _, made = plan(GPT2, operation("widen_mlp", 20))
+    _, growth_plan = plan(GPT2, operation("widen_mlp", 20))
     exact = values(random_gpt(GPT2))
     low = {name: tensor.bfloat16() for name, tensor in exact.items()}
     name = "blocks.0.mlp.up.weight"
-    one, other = (apply(made, old, Role.PARAMETER, KEY)[name][12:] for old in (exact, low))
-    assert torch.equal(one.bfloat16(), other)
+    first, other = (apply(growth_plan, old, Role.PARAMETER, KEY)[name][12:] for old in (exact, low))
+    assert torch.equal(first.bfloat16(), other)
 
 
 @pytest.mark.parametrize(
@@ -116,13 +119,13 @@ def test_a_new_tensor_has_the_type_of_its_neighbours(op: Operation) -> None:
             torch.float64 if "norm" in name else torch.bfloat16 if ".attn." in name else torch.half
         )
 
-    new, made = plan(LLAMA, op)
+    new, growth_plan = plan(LLAMA, op)
     old = {name: tensor.to(of(name)) for name, tensor in values(random_gpt(LLAMA)).items()}
-    grown = apply(made, old, Role.PARAMETER, KEY)
-    assert grown.keys() > old.keys() or op.name == "insert_layers"
-    assert {name: tensor.dtype for name, tensor in grown.items()} == {n: of(n) for n in grown}
+    tensors = apply(growth_plan, old, Role.PARAMETER, KEY)
+    assert tensors.keys() > old.keys() or op.name == "insert_layers"
+    assert {name: tensor.dtype for name, tensor in tensors.items()} == {n: of(n) for n in tensors}
     outlines = {name: Outline(tensor.dtype, tuple(tensor.shape)) for name, tensor in old.items()}
-    steps = [GrowthStep(made, new.parameters(), KEY)]
+    steps = [GrowthStep(growth_plan, new.parameters(), KEY)]
     one_by_one = grow_parameters(steps, TensorReader(outlines, old.__getitem__))
     for name, outline in one_by_one.outlines.items():
         assert one_by_one.read(name).dtype == outline.dtype == of(name), name
@@ -130,47 +133,51 @@ def test_a_new_tensor_has_the_type_of_its_neighbours(op: Operation) -> None:
 
 def test_new_values_have_the_spread_of_a_new_model() -> None:
     arch = gpt2(n_embd=64, n_mlp=64)
-    _, made = plan(arch, operation("widen_mlp", 512))
-    rows = apply(made, values(random_gpt(arch)), Role.PARAMETER, KEY)["blocks.0.mlp.up.weight"][64:]
+    _, growth_plan = plan(arch, operation("widen_mlp", 512))
+    rows = apply(growth_plan, values(random_gpt(arch)), Role.PARAMETER, KEY)[
+        "blocks.0.mlp.up.weight"
+    ][64:]
     assert rows.std().item() == pytest.approx(0.02, rel=0.05)
     assert abs(rows.mean().item()) < 1e-3
 
 
 def test_what_does_not_change_is_handed_on_and_not_copied() -> None:
-    _, made = plan(GPT2, operation("widen_mlp", 20))
+    _, growth_plan = plan(GPT2, operation("widen_mlp", 20))
     old = values(random_gpt(GPT2))
-    new = apply(made, old, Role.PARAMETER, KEY)
-    unchanged = {name for name, tensor in new.items() if tensor is old[name]}
-    assert new.keys() - unchanged == {
+    new = apply(growth_plan, old, Role.PARAMETER, KEY)
+    same_tensors = {name for name, tensor in new.items() if tensor is old[name]}
+    assert new.keys() - same_tensors == {
         name for name in new if ".mlp." in name and "down.bias" not in name
     }
 
 
 @pytest.mark.parametrize("role", Role)
 def test_copies_of_blocks_share_no_memory(role: Role) -> None:
-    _, made = plan(GPT2, operation("stack_layers", 3))
-    new = apply(made, values(random_gpt(GPT2)), role, KEY, "mapped")
+    _, growth_plan = plan(GPT2, operation("stack_layers", 3))
+    new = apply(growth_plan, values(random_gpt(GPT2)), role, KEY, "mapped")
     assert len({tensor.data_ptr() for tensor in new.values()}) == len(new)
 
 
 def test_a_moving_average_grows_as_the_parameters_do() -> None:
-    _, made = plan(GPT2, operation("widen_mlp", 20))
+    _, growth_plan = plan(GPT2, operation("widen_mlp", 20))
     model, average = values(random_gpt(GPT2, 0)), values(random_gpt(GPT2, 1))
     name = "blocks.0.mlp.up.weight"
-    parameters, averaged = (apply(made, old, Role.PARAMETER, KEY)[name] for old in (model, average))
-    assert torch.equal(averaged[:12], average[name])
-    assert torch.equal(averaged[12:], parameters[12:])
+    parameters, averages = (
+        apply(growth_plan, old, Role.PARAMETER, KEY)[name] for old in (model, average)
+    )
+    assert torch.equal(averages[:12], average[name])
+    assert torch.equal(averages[12:], parameters[12:])
 
 
 def test_a_parameter_that_is_missing_is_named() -> None:
-    _, made = plan(GPT2, operation("widen_mlp", 20))
+    _, growth_plan = plan(GPT2, operation("widen_mlp", 20))
     old = values(random_gpt(GPT2))
     del old["final_norm.bias"]
     with pytest.raises(KeyError, match=r"final_norm\.bias"):
-        apply(made, old, Role.PARAMETER, KEY)
+        apply(growth_plan, old, Role.PARAMETER, KEY)
 
 
 def test_gradients_are_not_recorded() -> None:
-    _, made = plan(GPT2, operation("widen_mlp", 20))
-    new = apply(made, dict(random_gpt(GPT2).named_parameters()), Role.PARAMETER, KEY)
+    _, growth_plan = plan(GPT2, operation("widen_mlp", 20))
+    new = apply(growth_plan, dict(random_gpt(GPT2).named_parameters()), Role.PARAMETER, KEY)
     assert new["blocks.0.mlp.up.weight"].grad_fn is None

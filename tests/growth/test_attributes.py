@@ -102,7 +102,7 @@ def net() -> Any:
     return Net(Axes())
 
 
-def told(caplog: pytest.LogCaptureFixture) -> str:
+def warnings_of(caplog: pytest.LogCaptureFixture) -> str:
     """All that was said about attributes."""
     messages = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     caplog.clear()
@@ -142,11 +142,11 @@ def test_values_that_were_set_by_hand_stay(
     average, of_torch = copy.deepcopy(model), AveragedModel(model)
     grow(model, *operation, ema=average, probe=False)
     grow(of_torch, *operation, probe=False)
-    for grown in (model, average, of_torch.module):
-        check_carried(grown)
-        assert torch.isfinite(grown(x)).all()
+    for module in (model, average, of_torch.module):
+        check_carried(module)
+        assert torch.isfinite(module(x)).all()
     assert model.blocks[0].of_width == Block(model.shape, 0, nn.Identity()).of_width
-    assert told(caplog) == ""
+    assert warnings_of(caplog) == ""
 
 
 def test_without_carrying_the_values_would_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +170,7 @@ def test_a_copy_has_the_values_of_its_source_and_a_drawn_block_those_of_the_clas
     assert values(model, "dropout.p") == [0.0, 0.0, 0.5, 0.0, 0.5]
     grow(model, "insert_layers", 1, where="start", probe=False, **{"from": "normal"})
     assert values(model, "dropout.p") == [0.5, 0.0, 0.0, 0.5, 0.0, 0.5]
-    assert told(caplog) == ""
+    assert warnings_of(caplog) == ""
 
 
 def test_a_value_that_depends_on_the_shape_is_the_classes_and_named(
@@ -185,17 +185,17 @@ def test_a_value_that_depends_on_the_shape_is_the_classes_and_named(
     assert values(model, "of_depth") == [0.0, 0.0]  # which the width does not change
     assert (
         "widen: set by hand, and now as the class sets it: blocks.0.of_width (2.0, now 0.288"
-        in (said := told(caplog))
+        in (message := warnings_of(caplog))
     )
-    assert "of_depth" not in said
-    assert "scale" not in said
+    assert "of_depth" not in message
+    assert "scale" not in message
     grow(model, *DEEPER, probe=False)
     assert values(model, "of_depth") == [0.0, 0.25, 0.5, 0.75]
     assert values(model, "scale") == [1.0, 0.5, 1.0, 0.5]
-    said = told(caplog)
-    assert "blocks.1.of_depth (0.0, now 0.25), blocks.3.of_depth (0.0, now 0.75);" in said
+    message = warnings_of(caplog)
+    assert "blocks.1.of_depth (0.0, now 0.25), blocks.3.of_depth (0.0, now 0.75);" in message
     grow(model, *WIDER[:1], {"axis": "hidden", "size": 24}, probe=False)
-    assert told(caplog) == ""  # it is said once
+    assert warnings_of(caplog) == ""  # it is said once
 
 
 def test_a_submodule_that_is_shared(caplog: pytest.LogCaptureFixture) -> None:
@@ -207,11 +207,11 @@ def test_a_submodule_that_is_shared(caplog: pytest.LogCaptureFixture) -> None:
     assert values(model, "shared.p") == [0.0] * 4
     assert len({id(block.shared) for block in model.blocks}) == 1
     assert values(model, "dropout.p") == [0.1] * 4
-    assert told(caplog) == ""
+    assert warnings_of(caplog) == ""
     model.blocks[3].shared = nn.Dropout(0.75)  # the class has one of them
     grow(model, *WIDER, probe=False)
     assert values(model, "shared.p") == [0.25] * 4
-    assert "blocks.0.shared.p (0" in told(caplog)
+    assert "blocks.0.shared.p (0" in warnings_of(caplog)
 
 
 def test_what_is_no_plain_value_is_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -223,14 +223,14 @@ def test_what_is_no_plain_value_is_named(caplog: pytest.LogCaptureFixture) -> No
     second.extra = nn.Identity()
     first.dropout.p = 0.0
     grow(model, *WIDER, probe=False)
-    said = told(caplog)
+    message = warnings_of(caplog)
     for text in (
         "blocks.0.act (gelu, now relu)",
         "blocks.0.moods (list, now list)",
         "blocks.1.dropout (Identity, now Dropout)",
         "blocks.1.extra (Identity, now nothing)",
     ):
-        assert text in said
+        assert text in message
     assert values(model, "dropout.p") == [0.0, 0.5]
 
 
@@ -257,7 +257,7 @@ def test_a_length_that_belongs_to_a_cache_goes_with_it(caplog: pytest.LogCapture
     assert llama.model.rotary_emb.max_seq_len_cached == 16
     caplog.clear()
     grow(llama, "widen_mlp", "x2", probe=False)
-    assert told(caplog) == ""
+    assert warnings_of(caplog) == ""
     torch.testing.assert_close(llama(input_ids=ids).logits, before)
 
 
@@ -275,8 +275,10 @@ def test_a_class_that_cannot_be_built_without_memory_grows_and_says_so(
     grow(model, *WIDER, probe=False)
     assert model.blocks[0].up.weight.shape == (12, 4)
     assert values(model, "dropout.p") == [0.5, 0.5]
-    assert "widen: attributes that were set by hand on submodules, if any" in (said := told(caplog))
-    assert "RuntimeError" in said
+    assert "widen: attributes that were set by hand on submodules, if any" in (
+        message := warnings_of(caplog)
+    )
+    assert "RuntimeError" in message
 
 
 class Drawing(Net):
@@ -299,22 +301,22 @@ def test_a_class_that_draws_numbers_grows_and_generators_are_as_before(
     model.offset = 1.0
     grow(model, *WIDER, probe=False)
     assert model.offset == 1.0
-    assert "drawn" in told(caplog)
+    assert "drawn" in warnings_of(caplog)
 
 
 def test_processes_carry_the_same_or_nothing() -> None:
     reference = build_reference(net)
     assert reference.if_on_all(True) is reference
-    alone = reference.if_on_all(False)
+    local_reference = reference.if_on_all(False)
     old, new = net(), net()
     old.offset = 1.0
-    comparison = compared(old, alone, new)
+    comparison = comparison_of(old, local_reference, new)
     assert not comparison.transfers
     assert "another process" in comparison.warning
-    assert compared(old, Reference(), new).warning == ""
+    assert comparison_of(old, Reference(), new).warning == ""
 
 
-def compared(old: nn.Module, reference: Reference, new: nn.Module) -> AttributeComparison:
+def comparison_of(old: nn.Module, reference: Reference, new: nn.Module) -> AttributeComparison:
     return compare_attributes(old, reference, new, lambda path: path, with_additional=True)
 
 
@@ -324,7 +326,7 @@ def test_what_was_added_to_a_module_stays_without_its_cache() -> None:
     first.mark, first.patience = "mine", 3  # the second over the value of the class
     first.norm.forward = first.down.forward
     second.length_now, second.last, second.mean = 5, torch.ones(5), 0.5
-    comparison = compared(old, reference, new)
+    comparison = comparison_of(old, reference, new)
     carry_attributes(new, comparison.transfers)
     assert (new.blocks[0].mark, new.blocks[0].patience) == ("mine", 3)
     assert comparison.resets == ("blocks.0.norm.forward (forward, now nothing)",)
@@ -351,7 +353,7 @@ def test_of_a_model_that_nobody_touched_nothing_is_said(
         if name == "insert_layers":
             model.bfloat16()
         grow(model, operation, probe=False)
-        assert "by hand" not in told(caplog), name
+        assert "by hand" not in warnings_of(caplog), name
 
 
 def test_a_model_of_transformers_keeps_what_its_config_does_not_say(
@@ -368,6 +370,6 @@ def test_a_model_of_transformers_keeps_what_its_config_does_not_say(
     assert eps[1] == eps[4] == 1e-3
     assert eps[0] == eps[5] < 1e-3
     assert [layer.self_attn.layer_idx for layer in model.model.layers] == [*range(6)]
-    assert told(caplog) == ""
+    assert warnings_of(caplog) == ""
     grow(model, EXACT["widen_hidden"], probe=False)  # which divides eps
-    assert "model.layers.1.input_layernorm.variance_epsilon (0.001, now 6.6" in told(caplog)
+    assert "model.layers.1.input_layernorm.variance_epsilon (0.001, now 6.6" in warnings_of(caplog)

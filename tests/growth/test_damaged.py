@@ -29,12 +29,12 @@ def damaging(monkeypatch: pytest.MonkeyPatch, damage: Callable[[nn.Module], None
     """The grown module is damaged once it is filled; what is built for a comparison is not."""
     build = LiveGrowth.build
 
-    def spoilt(growth: LiveGrowth) -> nn.Module:
+    def build_damaged(growth: LiveGrowth) -> nn.Module:
         module = build(growth)
         damage(module)
         return module
 
-    monkeypatch.setattr(LiveGrowth, "build", spoilt)
+    monkeypatch.setattr(LiveGrowth, "build", build_damaged)
 
 
 @pytest.mark.parametrize("float64_decides", [False, True])
@@ -79,8 +79,8 @@ class Net(nn.Module):
         self.down = nn.Linear(shape.hidden, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.down(self.norm(self.up(x)).relu())
-        return found
+        result: Tensor = self.down(self.norm(self.up(x)).relu())
+        return result
 
 
 @pytest.mark.parametrize("name", ["running_mean", "running_var", "num_batches_tracked"])
@@ -99,8 +99,8 @@ def test_buffers_and_averages_are_compared_too(
 
     def damage(module: nn.Module) -> None:
         buffer: Tensor = module.norm._buffers[name]  # type: ignore[union-attr,assignment]
-        kept = buffer[:8] if buffer.ndim else buffer  # new ones are those of a new module
-        kept.copy_(DAMAGES[kind](kept))
+        old_part = buffer[:8] if buffer.ndim else buffer  # new ones are those of a new module
+        old_part.copy_(DAMAGES[kind](old_part))
 
     damaging(monkeypatch, damage)
     with pytest.raises(GrowthError, match=r"norm.* is not what the plan makes|not finite"):
@@ -109,8 +109,8 @@ def test_buffers_and_averages_are_compared_too(
     average = copy.deepcopy(model)
     real = live_grow.build_whole
 
-    def spoilt_average(subject: Any, *rest: Any) -> nn.Module:
-        module: nn.Module = real(subject, *rest)
+    def spoilt_average(subject: Any, *arguments: Any) -> nn.Module:
+        module: nn.Module = real(subject, *arguments)
         if subject.module is average:
             data = module.up.weight.data  # type: ignore[union-attr]
             data.copy_(DAMAGES[kind](data))
@@ -134,28 +134,28 @@ def test_states_of_optimizers_and_averages_by_name_are_compared_too(
     optimizer.step()
     average = {n: p.detach().clone() for n, p in model.named_parameters()}
     old = model.get_parameter(name)
-    kept = optimizer.state[old], average[name]
+    old_state = optimizer.state[old], average[name]
     module, function = (
         (engine, "redistribute_like") if field == "average" else (optimizers, "_grow_state")
     )
-    real, damaged = getattr(module, function), []
+    real, damaged_states = getattr(module, function), []
 
     def spoilt_state(*arguments: Any) -> Any:
-        made = real(*arguments)
+        result = real(*arguments)
         if arguments[1] == f"blocks.1.mlp.down_proj.weight/{field}" or (
-            field == "average" and made.shape[1:] == (2 * old.shape[1],) and not damaged
+            field == "average" and result.shape[1:] == (2 * old.shape[1],) and not damaged_states
         ):
-            damaged.append(made)
-            return DAMAGES[kind](made)
-        return made
+            damaged_states.append(result)
+            return DAMAGES[kind](result)
+        return result
 
     monkeypatch.setattr(module, function, spoilt_state)
     operation = Operation("widen_mlp", "x2", {"how": "split", "moments": "mapped"})
     with pytest.raises(GrowthError, match=r"down_proj\.weight.* is not what the plan makes"):
         grow(model, operation, optimizer=optimizer, ema=average)
-    assert len(damaged) == 1
+    assert len(damaged_states) == 1
     assert model.get_parameter(name) is old
-    assert (optimizer.state[old], average[name]) == kept
+    assert (optimizer.state[old], average[name]) == old_state
     monkeypatch.setattr(module, function, real)
     grow(model, operation, optimizer=optimizer, ema=average)
     assert average[name].shape == model.get_parameter(name).shape != old.shape
@@ -170,11 +170,11 @@ def test_outputs_that_are_not_finite_never_pass(
     real, calls = live_grow.run_probe, [0]
 
     def overflowing(module: nn.Module, batch: Any) -> Probe:
-        found: Probe = real(module, batch)
+        probe: Probe = real(module, batch)
         calls[0] += 1
         if calls[0] == 2:
-            found.logits[0, -1, -1] = torch.inf
-        return found
+            probe.logits[0, -1, -1] = torch.inf
+        return probe
 
     monkeypatch.setattr(live_grow, "run_probe", overflowing)
     with pytest.raises(GrowthError, match="the outputs of the grown model are not finite"):
@@ -188,43 +188,45 @@ def test_no_rounding_is_taken_for_damage(
 ) -> None:
     """Float64 decides about every operation that has a label to keep, in any precision."""
     monkeypatch.setitem(TOLERANCE, torch.bfloat16, -1.0)
-    verified: list[int] = []
+    sizes: list[int] = []
     real = proof.verify_rounded
 
-    def counted(plan: Any, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-        verified.append(len(expected))
+    def counting_verify(
+        plan: Any, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]
+    ) -> None:
+        sizes.append(len(expected))
         real(plan, tensors, expected)
 
-    monkeypatch.setattr(proof, "verify_rounded", counted)
+    monkeypatch.setattr(proof, "verify_rounded", counting_verify)
     monkeypatch.setattr(proof, "coarsest", lambda _: torch.bfloat16)
     names = ["widen_hidden_copied", "widen_mlp_split", "grow_head_dim", "add_inside"]
     names = [name for name in names if name not in REFUSED.get(kind, ())]
     model = copy.deepcopy(model_of(kind)).to(dtype)
     for name in names:
         prepare(model, EXACT[name])
-    assert len(verified) == len(names)
+    assert len(sizes) == len(names)
 
 
 def test_a_check_sees_each_damage_that_it_is_given() -> None:
     model = copy.deepcopy(model_of("mixtral"))
-    found = prepare(model, EXACT["widen_hidden"])
+    growth = prepare(model, EXACT["widen_hidden"])
     old, new = (
-        {found.shape.name(n): p for n, p in each.named_parameters()}  # type: ignore[attr-defined]
-        for each in (model, found.model)
+        {growth.shape.name(n): p for n, p in module.named_parameters()}  # type: ignore[attr-defined]
+        for module in (model, growth.model)
     )
     key = (0, sum(p.numel() for p in model.parameters()))
-    verify_parameters(found.plan, old, new, key)
-    own = {
+    verify_parameters(growth.plan, old, new, key)
+    new_tensors = {
         name: p
         for name, p in new.items()
         if p.data_ptr() not in {o.data_ptr() for o in old.values()}
     }
-    for _ in damage_in_turn(own):
+    for _ in damage_in_turn(new_tensors):
         with pytest.raises(GrowthError, match="is not what the plan makes"):
-            verify_parameters(found.plan, old, new, key)
+            verify_parameters(growth.plan, old, new, key)
     with pytest.raises(GrowthError, match=r"other tensors .*: blocks\.0"):
         verify_parameters(
-            found.plan, old, {n: p for n, p in new.items() if "blocks.0" not in n}, key
+            growth.plan, old, {n: p for n, p in new.items() if "blocks.0" not in n}, key
         )
 
 

@@ -32,8 +32,8 @@ from instar.record.atomic import WriteError
 @torch.no_grad()
 def logits(model: PreTrainedModel) -> Tensor:
     ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(1))
-    found: Tensor = model.eval()(ids).logits[..., :64]
-    return found
+    result: Tensor = model.eval()(ids).logits[..., :64]
+    return result
 
 
 @pytest.fixture
@@ -48,21 +48,21 @@ def test_each_family_grows_as_the_live_model_does(kind: str, tmp_path: Path) -> 
     model.save_pretrained(folder, max_shard_size="60KB")
     names = ("insert_layers", "widen_mlp", "widen_hidden_copied", "add_groups", "widen_mlp_split")
     operations = [EXACT[name] for name in names if name not in REFUSED.get(kind, ())]
-    found = grow_folder(open_folder(folder), out, operations, max_shard_bytes=10**5)
-    assert found.proof is not None
-    assert found.proof.holds
+    growth = grow_folder(open_folder(folder), out, operations, max_shard_bytes=10**5)
+    assert growth.proof is not None
+    assert growth.proof.holds
     assert len([*out.glob("*.safetensors")]) > 2
-    grown = AutoModelForCausalLM.from_pretrained(out)
-    assert (logits(grown) - logits(model)).abs().max() <= 1e-5 * logits(model).abs().max()
+    grown_model = AutoModelForCausalLM.from_pretrained(out)
+    assert (logits(grown_model) - logits(model)).abs().max() <= 1e-5 * logits(model).abs().max()
     for operation in operations:
         grow(model, operation)
-    live, there = model.state_dict(), grown.state_dict()
-    assert live.keys() == there.keys()
-    assert all(torch.equal(live[name], there[name]) for name in live)
+    live, on_disk = model.state_dict(), grown_model.state_dict()
+    assert live.keys() == on_disk.keys()
+    assert all(torch.equal(live[name], on_disk[name]) for name in live)
 
 
 @pytest.mark.parametrize(
-    ("kind", "sizes", "made"),
+    ("kind", "sizes", "class_name"),
     [
         ("llama", {"hidden_size": 32}, "MixtralForCausalLM"),
         ("mistral", {"sliding_window": 8, "tie_word_embeddings": True}, "MixtralForCausalLM"),
@@ -70,7 +70,7 @@ def test_each_family_grows_as_the_live_model_does(kind: str, tmp_path: Path) -> 
     ],
 )
 def test_a_dense_model_becomes_one_of_experts(
-    kind: str, sizes: dict[str, object], made: str, tmp_path: Path
+    kind: str, sizes: dict[str, object], class_name: str, tmp_path: Path
 ) -> None:
     """By transformers alone: the class is another, the logits are those of before."""
     torch.manual_seed(0)
@@ -78,34 +78,37 @@ def test_a_dense_model_becomes_one_of_experts(
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path / "dense")
     operations = [Operation("upcycle", 4, {"num_experts_per_tok": 3}), EXACT["widen_mlp"]]
-    found = grow_folder(open_folder(tmp_path / "dense"), tmp_path / "experts", operations)
-    assert found.proof is not None
-    assert found.proof.holds
-    grown = AutoModelForCausalLM.from_pretrained(tmp_path / "experts")
-    assert type(grown).__name__ == made
-    assert (logits(grown) - logits(model)).abs().max() <= 1e-5 * logits(model).abs().max()
-    routed = grown(torch.arange(32)[None], output_router_logits=True).router_logits
-    assert [tuple(each.shape) for each in routed] == [(32, 4)] * 3
-    assert all(len(set(each.topk(3).indices.flatten().tolist())) == 4 for each in routed)
-    with pytest.raises(GrowthError, match=f"cannot become a {made} in place"):
+    growth = grow_folder(open_folder(tmp_path / "dense"), tmp_path / "experts", operations)
+    assert growth.proof is not None
+    assert growth.proof.holds
+    grown_model = AutoModelForCausalLM.from_pretrained(tmp_path / "experts")
+    assert type(grown_model).__name__ == class_name
+    assert (logits(grown_model) - logits(model)).abs().max() <= 1e-5 * logits(model).abs().max()
+    router_logits = grown_model(torch.arange(32)[None], output_router_logits=True).router_logits
+    assert [tuple(layer_logits.shape) for layer_logits in router_logits] == [(32, 4)] * 3
+    assert all(
+        len(set(layer_logits.topk(3).indices.flatten().tolist())) == 4
+        for layer_logits in router_logits
+    )
+    with pytest.raises(GrowthError, match=f"cannot become a {class_name} in place"):
         grow(model, operations[0])
     live = prepare(model, operations[0]).model
     grow(live, operations[1])
-    there = grown.state_dict()
-    assert all(torch.equal(tensor, there[name]) for name, tensor in live.state_dict().items())
+    on_disk = grown_model.state_dict()
+    assert all(torch.equal(tensor, on_disk[name]) for name, tensor in live.state_dict().items())
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "message"),
     [
         ("qwen2", "no family is Qwen2 of this config with experts"),
         ("llama", "Mixtral has no self_attn.q_proj.bias"),
         ("mixtral", "the model has 4 experts already"),
     ],
 )
-def test_a_family_without_a_counterpart_is_refused(kind: str, said: str, tmp_path: Path) -> None:
+def test_a_family_without_a_counterpart_is_refused(kind: str, message: str, tmp_path: Path) -> None:
     model_of(kind).save_pretrained(tmp_path / "small")
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         grow_folder(
             open_folder(tmp_path / "small"), tmp_path / "out", [Operation("upcycle", 4, {})]
         )
@@ -122,28 +125,28 @@ def test_a_folder_keeps_its_dtype_its_tokenizer_and_what_else_its_config_says(ll
     del config["rope_parameters"]
     (llama / "config.json").write_text(json.dumps(config))
     out = llama.parent / "out"
-    found = grow_folder(open_folder(llama), out, [EXACT["grow_head_dim"], EXACT["widen_hidden"]])
-    assert found.proof is not None
+    growth = grow_folder(open_folder(llama), out, [EXACT["grow_head_dim"], EXACT["widen_hidden"]])
+    assert growth.proof is not None
     assert {file.name for file in out.iterdir()} == {
         "config.json",
         "generation_config.json",
         "model.safetensors",
         "tokenizer.json",
     }
-    said = json.loads((out / "config.json").read_text())
-    assert said["mark"] == [1]
-    assert "rope_theta" not in said
-    assert said["rope_parameters"]["rope_theta"] > 5000.0
-    grown = AutoModelForCausalLM.from_pretrained(out)
-    assert {p.dtype for p in grown.parameters()} == {torch.bfloat16}
-    assert grown.config.hidden_size == 72
+    grown_config = json.loads((out / "config.json").read_text())
+    assert grown_config["mark"] == [1]
+    assert "rope_theta" not in grown_config
+    assert grown_config["rope_parameters"]["rope_theta"] > 5000.0
+    grown_model = AutoModelForCausalLM.from_pretrained(out)
+    assert {p.dtype for p in grown_model.parameters()} == {torch.bfloat16}
+    assert grown_model.config.hidden_size == 72
 
 
 @pytest.mark.parametrize("name", OTHER)
 def test_what_is_not_exact_is_as_good_as_its_label(name: str, llama: Path) -> None:
-    found = grow_folder(open_folder(llama), llama.parent / "out", [OTHER[name]])
-    assert found.proof is not None
-    assert found.proof.label == ("bounded" if name == "resize_vocab" else "lossy")
+    growth = grow_folder(open_folder(llama), llama.parent / "out", [OTHER[name]])
+    assert growth.proof is not None
+    assert growth.proof.label == ("bounded" if name == "resize_vocab" else "lossy")
     AutoModelForCausalLM.from_pretrained(llama.parent / "out")
 
 
@@ -189,23 +192,23 @@ def test_what_is_cut_off_while_it_is_read_leaves_nothing(llama: Path) -> None:
 def test_a_kill_between_weights_and_config_leaves_nothing_to_be_seen(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def killed(folder: Path, planned: object, to: Path) -> None:
-        del folder, planned
+    def kill(folder: Path, growth: object, to: Path) -> None:
+        del folder, growth
         if (to / "model.safetensors").stat().st_size > 10_000:
             os.kill(os.getpid(), signal.SIGKILL)
 
     folder, out = open_folder(llama), llama.parent / "out"
-    with monkeypatch.context() as patched:
-        patched.setattr("instar.growth.folders._copy_files", killed)
+    with monkeypatch.context() as patch:
+        patch.setattr("instar.growth.folders._copy_files", kill)
         if not (child := os.fork()):
             try:
                 grow_folder(folder, out, [EXACT["widen_mlp"]], check=False)
             finally:
                 os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    left = {path.name for path in llama.parent.iterdir()} - {"llama"}
-    assert len(left) == 1
-    assert left.pop().startswith(".tmp-out-")
+    names = {path.name for path in llama.parent.iterdir()} - {"llama"}
+    assert len(names) == 1
+    assert names.pop().startswith(".tmp-out-")
     grow_folder(folder, out, [EXACT["widen_mlp"]])
     assert out.is_dir()
 
@@ -214,12 +217,12 @@ def test_it_is_typed_as_for_a_checkpoint(llama: Path, capsys: pytest.CaptureFixt
     out = llama.parent / "out"
     operations = ("--op", "widen_mlp=x2 how=split", "--op", "insert_layers=1 where=end")
     assert main(["grow", str(llama), str(out), *operations, "--max-shard-size", "100KB"]) == 0
-    said = capsys.readouterr()
-    assert said.out == f"{out}\n"
-    told = said.err.splitlines()
-    assert told[0].startswith('widen_mlp "x2"')
-    assert told[2].startswith("checked on random tokens: max |Δlogit| ")
-    assert told[-1] == f"next: AutoModelForCausalLM.from_pretrained({str(out)!r})"
+    output = capsys.readouterr()
+    assert output.out == f"{out}\n"
+    lines = output.err.splitlines()
+    assert lines[0].startswith('widen_mlp "x2"')
+    assert lines[2].startswith("checked on random tokens: max |Δlogit| ")
+    assert lines[-1] == f"next: AutoModelForCausalLM.from_pretrained({str(out)!r})"
     assert (out / "model.safetensors.index.json").is_file()
 
     assert main(["checkpoint", "inspect", str(out), "--json"]) == 0

@@ -39,11 +39,11 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count:
 
 @torch.no_grad()
 def logits(model: nn.Module) -> Tensor:
-    found: Tensor = model(input_ids=batch(99)).logits[..., :64]
-    return found
+    result: Tensor = model(input_ids=batch(99)).logits[..., :64]
+    return result
 
 
-def held(optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
+def optimizer_parameters(optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
     return {p for group in optimizer.param_groups for p in group["params"]}
 
 
@@ -52,9 +52,9 @@ def test_a_model_of_each_family_grows_through_all_operations_and_trains_on(
     kind: str, tmp_path: Path
 ) -> None:
     model = fresh(kind)
-    decayed = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-4)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     made_by = model.generation_config
@@ -69,7 +69,7 @@ def test_a_model_of_each_family_grows_through_all_operations_and_trains_on(
         assert grow(model.train(), operation, optimizer=optimizer) is model
         assert (logits(model.eval()) - before).abs().max() <= 1e-5 * before.abs().max()
         assert sum(p.numel() for p in model.parameters()) > size
-        assert held(optimizer) == set(model.parameters())
+        assert optimizer_parameters(optimizer) == set(model.parameters())
         for group in optimizer.param_groups:
             assert all((p.ndim > 1) == (group["weight_decay"] > 0) for p in group["params"])
         for parameter, state in optimizer.state.items():
@@ -90,27 +90,27 @@ def test_what_a_module_is_set_to_stays() -> None:
     block.mark = "second"
     block.mlp.up_proj.weight.requires_grad_(False)
     model.model.norm.float()
-    seen: list[nn.Module] = []
-    handle = block.mlp.register_forward_hook(lambda module, *_: seen.append(module))
+    modules: list[nn.Module] = []
+    handle = block.mlp.register_forward_hook(lambda module, *_: modules.append(module))
     grow(model, "insert_layers", 1, where="start", probe=False)
     grow(model, "widen_mlp", "x2", probe=False)
-    moved = model.model.layers[2]
+    moved_block = model.model.layers[2]
     assert model.training
-    assert not moved.training
-    assert moved.mark == "second"
-    assert not moved.mlp.up_proj.weight.requires_grad
+    assert not moved_block.training
+    assert moved_block.mark == "second"
+    assert not moved_block.mlp.up_proj.weight.requires_grad
     assert model.model.layers[1].mlp.up_proj.weight.requires_grad
-    assert moved.mlp.up_proj.weight.shape == (96, 48)
+    assert moved_block.mlp.up_proj.weight.shape == (96, 48)
     assert {p.dtype for p in model.model.layers.parameters()} == {torch.bfloat16}
     assert model.model.norm.weight.dtype is torch.float32
     model.model.norm.bfloat16()
     logits(model)
-    assert seen == [moved.mlp]
+    assert modules == [moved_block.mlp]
     handle.remove()
     logits(model)
-    assert seen == [moved.mlp]
+    assert modules == [moved_block.mlp]
     assert model.config.num_hidden_layers == 4
-    assert moved.mlp.gate_proj.out_features == 96
+    assert moved_block.mlp.gate_proj.out_features == 96
 
 
 def test_tied_weights_stay_tied() -> None:
@@ -119,7 +119,7 @@ def test_tied_weights_stay_tied() -> None:
     grow(model, "resize_vocab", 80, optimizer=optimizer)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert model.lm_head.weight.shape == (80, 48)
-    assert len(held(optimizer)) == len([*model.parameters()])
+    assert len(optimizer_parameters(optimizer)) == len([*model.parameters()])
 
 
 BY_NAME = ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
@@ -137,13 +137,13 @@ def test_optimizers_of_torch_go_on_with_what_is_new(name: str, moments: str) -> 
     grow(model, "insert_layers", 1, where="end", optimizer=optimizer, moments=moments)
     train(model, optimizer, 2, 2)
     assert all(p.isfinite().all() for p in model.parameters())
-    assert len(held(optimizer)) == len([*model.parameters()]) > len(before)
+    assert len(optimizer_parameters(optimizer)) == len([*model.parameters()]) > len(before)
     state = optimizer.state[model.model.layers[-1].mlp.down_proj.weight]
     assert all(torch.as_tensor(value).isfinite().all() for value in state.values())
 
 
-@pytest.mark.parametrize("made", ["sgd", "muon", "adafactor", "torch_adafactor", "amsgrad"])
-def test_states_of_optimizers_grow(made: str) -> None:
+@pytest.mark.parametrize("rule", ["sgd", "muon", "adafactor", "torch_adafactor", "amsgrad"])
+def test_states_of_optimizers_grow(rule: str) -> None:
     model = fresh("llama")
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     optimizer: torch.optim.Optimizer = {
@@ -152,15 +152,15 @@ def test_states_of_optimizers_grow(made: str) -> None:
         "adafactor": lambda: Adafactor(model.parameters(), beta1=0.9),
         "torch_adafactor": lambda: torch.optim.Adafactor(model.parameters(), lr=1e-3),
         "amsgrad": lambda: torch.optim.AdamW(model.parameters(), lr=1e-4, amsgrad=True),
-    }[made]()
+    }[rule]()
     train(model, optimizer, 0, 2)
-    kept = copy.deepcopy(optimizer.state[model.model.layers[0].self_attn.q_proj.weight])
-    before = len(held(optimizer))
+    old_state = copy.deepcopy(optimizer.state[model.model.layers[0].self_attn.q_proj.weight])
+    before = len(optimizer_parameters(optimizer))
     grow(model, "widen_mlp", "x2", how="split", optimizer=optimizer)
     weight = model.model.layers[0].self_attn.q_proj.weight
     for name, value in optimizer.state[weight].items():
-        assert torch.equal(torch.as_tensor(value), torch.as_tensor(kept[name])), name
-    assert len(held(optimizer)) == before
+        assert torch.equal(torch.as_tensor(value), torch.as_tensor(old_state[name])), name
+    assert len(optimizer_parameters(optimizer)) == before
     train(model, optimizer, 2, 2)
     assert all(p.isfinite().all() for p in model.parameters())
 
@@ -201,7 +201,7 @@ def test_a_state_that_is_not_known_is_refused_and_nothing_changes(
     with pytest.raises(GrowthError, match=message):
         grow(model, "insert_layers", 1, optimizer=optimizer)
     assert dict(model.named_parameters()) == before
-    assert held(optimizer) == set(before.values())
+    assert optimizer_parameters(optimizer) == set(before.values())
     assert model.config.num_hidden_layers == 3
     grow(model, "insert_layers", 1, optimizer=optimizer, moments="reset")
     assert optimizer.state == {}
@@ -210,9 +210,10 @@ def test_a_state_that_is_not_known_is_refused_and_nothing_changes(
 @pytest.mark.parametrize("prefix", ["", "module."])
 def test_an_optimizer_with_names_calls_its_parameters_by_them(prefix: str) -> None:
     model = fresh("llama")
-    named = [(f"{prefix}{name}", p) for name, p in model.named_parameters()]
+    name_pairs = [(f"{prefix}{name}", p) for name, p in model.named_parameters()]
     groups = [
-        {"params": [n for n in named if is_up is ("up_proj" in n[0])]} for is_up in (True, False)
+        {"params": [n for n in name_pairs if is_up is ("up_proj" in n[0])]}
+        for is_up in (True, False)
     ]
     optimizer = torch.optim.AdamW(groups, lr=1e-4)
     train(model, optimizer, 0, 1)
@@ -230,12 +231,12 @@ def test_an_optimizer_with_names_calls_its_parameters_by_them(prefix: str) -> No
 def test_a_moving_average_grows_alike(of: str) -> None:
     model = fresh("mistral").eval()
     with torch.no_grad():
-        averaged = {name: 0.9 * p for name, p in model.named_parameters()}
-    ema: Any = {"module": copy.deepcopy(model), "averaged": AveragedModel(model)}.get(of, averaged)
+        averages = {name: 0.9 * p for name, p in model.named_parameters()}
+    ema: Any = {"module": copy.deepcopy(model), "averaged": AveragedModel(model)}.get(of, averages)
     bare = ema.module if of == "averaged" else ema
     if of != "tensors":
-        bare.load_state_dict(averaged)
-    before = torch.func.functional_call(model, averaged, kwargs={"input_ids": batch(99)}).logits
+        bare.load_state_dict(averages)
+    before = torch.func.functional_call(model, averages, kwargs={"input_ids": batch(99)}).logits
     grow(model, "widen_hidden", "x2", how="duplicate", ema=ema)
     tensors = ema if of == "tensors" else dict(bare.named_parameters())
     assert [*tensors] == [
@@ -280,18 +281,18 @@ def test_a_compiled_model_compiles_again() -> None:
 
 def test_a_plan_alone_is_data() -> None:
     model = model_of("gemma2")
-    for given in (model, model.config, model.config.to_dict()):
-        shape, made = plan_growth(given, {"name": "insert_layers", "value": 3})
-        assert (shape.sizes()["layers"], made.label) == (6, "exact")
+    for subject in (model, model.config, model.config.to_dict()):
+        shape, growth_plan = plan_growth(subject, {"name": "insert_layers", "value": 3})
+        assert (shape.sizes()["layers"], growth_plan.label) == (6, "exact")
 
 
 def test_a_prepared_growth_can_be_thrown_away() -> None:
     model = fresh("llama")
-    prepared = prepare(model, Operation("insert_layers", 1))
-    assert prepared.proof is not None
-    assert prepared.proof.holds
+    growth = prepare(model, Operation("insert_layers", 1))
+    assert growth.proof is not None
+    assert growth.proof.holds
     assert len(model.model.layers) == 3
-    assert len(prepared.swap_in().model.layers) == 4
+    assert len(growth.swap_in().model.layers) == 4
 
 
 @dataclass(frozen=True)
@@ -313,8 +314,8 @@ class Net(nn.Module):
         self.down = nn.Linear(shape.hidden, shape.classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.down(self.up(x).relu())
-        return found
+        result: Tensor = self.down(self.up(x).relu())
+        return result
 
 
 def test_a_comparison_leaves_generators_and_gpus_of_others_alone(
@@ -361,13 +362,13 @@ class Image(nn.Module):
         self.down = nn.Conv2d(shape.channels, shape.colours, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.down(self.up(x).tanh())
-        return found
+        result: Tensor = self.down(self.up(x).tanh())
+        return result
 
 
 def test_growth_keeps_the_order_in_memory_and_states_have_that_of_their_parameters() -> None:
     """A fused kernel walks the memory of a parameter and of its state, and does not look at strides."""
-    x, trained = torch.randn(2, 3, 6, 6), []
+    x, final_weights = torch.randn(2, 3, 6, 6), []
     for layout in (torch.contiguous_format, torch.channels_last):
         torch.manual_seed(0)
         model = Image(Pixels()).to(memory_format=layout)
@@ -383,8 +384,8 @@ def test_growth_keeps_the_order_in_memory_and_states_have_that_of_their_paramete
         assert model.up.weight.is_contiguous(memory_format=layout)
         for parameter, state in optimizer.state.items():
             assert state["exp_avg"].stride() == parameter.stride()
-        trained.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    torch.testing.assert_close(*trained)
+        final_weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*final_weights)
 
 
 class NoShape(nn.Module):
@@ -393,7 +394,7 @@ class NoShape(nn.Module):
         self.weight = nn.Parameter(torch.zeros(2, dtype=torch.float32))
 
 
-def quantised() -> nn.Module:
+def quantised_model() -> nn.Module:
     model = fresh("llama")
     model.lm_head.weight = nn.Parameter(torch.zeros(64, 48, dtype=torch.int8), requires_grad=False)
     return model
@@ -407,7 +408,7 @@ def other_head() -> nn.Module:
 
 REFUSALS: Mapping[str, tuple[Any, str]] = {
     "no shape": (NoShape, "NoShape is no model of transformers, and has no shape"),
-    "quantised": (quantised, "lm_head.weight is of type torch.int8: quantised"),
+    "quantised": (quantised_model, "lm_head.weight is of type torch.int8: quantised"),
     "another head": (other_head, "score.weight: 2×48 in the model, not there"),
     "impossible": (lambda: fresh("llama"), "widen_mlp: .*"),
 }
@@ -442,14 +443,14 @@ def test_the_loss_goes_on_where_the_state_is_kept_and_jumps_where_it_is_reset() 
         return (first + pace * torch.arange(16) + noise) % 32
 
     def losses(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> Tensor:
-        found = []
+        values = []
         for ids in map(count_up, steps):
             optimizer.zero_grad()
             loss = model(input_ids=ids, labels=ids).loss
             loss.backward()
             optimizer.step()
-            found.append(loss.item())
-        return torch.tensor(found)
+            values.append(loss.item())
+        return torch.tensor(values)
 
     def after(*operation: Any, steps: range = range(1000, 1020), **options: Any) -> Tensor:
         larger, states = copy.deepcopy((model, optimizer))
@@ -459,12 +460,12 @@ def test_the_loss_goes_on_where_the_state_is_kept_and_jumps_where_it_is_reset() 
 
     losses(model, optimizer, range(250))
     ungrown = after()
-    others = [after(steps=range(first, first + 20)).mean() for first in (2000, 3000)]
-    spread = max(abs(other - ungrown.mean()) for other in others)
+    other_means = [after(steps=range(first, first + 20)).mean() for first in (2000, 3000)]
+    spread = max(abs(other - ungrown.mean()) for other in other_means)
     for operation in (("widen_mlp", "x2"), ("insert_layers", 2)):
-        kept, reset = after(*operation), after(*operation, moments="reset")
-        assert abs(kept.mean() - ungrown.mean()) < spread
-        assert (reset - ungrown).max() > 2 * (kept - ungrown).abs().max()
+        kept_losses, reset = after(*operation), after(*operation, moments="reset")
+        assert abs(kept_losses.mean() - ungrown.mean()) < spread
+        assert (reset - ungrown).max() > 2 * (kept_losses - ungrown).abs().max()
         assert (reset - ungrown).max() > 0.1
 
 

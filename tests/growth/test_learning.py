@@ -75,7 +75,7 @@ def test_gradients_reach_all_that_is_new_within_two_steps(
 ) -> None:
     model, plan = grow_model(random_gpt(arch), op)
     optimizer = adamw(model)
-    reached: set[str] = set()
+    with_gradient: set[str] = set()
     with_new: set[str] = set()
     for _ in range(3):
         for name, gradient in gradients(model).items():
@@ -83,14 +83,16 @@ def test_gradients_reach_all_that_is_new_within_two_steps(
             if split_grad_norms(plan, {name: torch.ones_like(gradient)})[1] > 0:
                 with_new.add(name)
             if split_grad_norms(plan, {name: gradient})[1] > 1e-12:
-                reached.add(name)
+                with_gradient.add(name)
         optimizer.step()
     # a shift of all keys moves no attention weight (softmax), unless the keys are normalised
-    assert {name for name in with_new - reached if not name.endswith("attn.key.bias")} == set()
+    assert {
+        name for name in with_new - with_gradient if not name.endswith("attn.key.bias")
+    } == set()
     assert with_new or op.name == "extend_context"
 
 
-def remembered(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def optimizer_memory(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     names = {parameter: name for name, parameter in model.named_parameters()}
     return {
         f"{names[parameter]}/{key}": tensor
@@ -107,7 +109,7 @@ def trained_before_and_after(op: Operation, mode: Mode, arch: Architecture = LLA
         gradients(old)
         before.step()
     new, plan = grow_model(old, op)
-    memory = grow_optimizer(plan, remembered(old, before), KEY, mode)
+    memory = grow_optimizer(plan, optimizer_memory(old, before), KEY, mode)
     after = adamw(new)
     for name, parameter in new.named_parameters():
         state = {
@@ -120,7 +122,7 @@ def trained_before_and_after(op: Operation, mode: Mode, arch: Architecture = LLA
     return new
 
 
-def apart(model: GPT, name: str, count: int) -> float:
+def row_difference(model: GPT, name: str, count: int) -> float:
     """The largest difference between a tensor's first `count` rows and its last."""
     rows = values(model)[name]
     return (rows[:count] - rows[-count:]).abs().max().item()
@@ -128,11 +130,16 @@ def apart(model: GPT, name: str, count: int) -> float:
 
 def test_copied_units_part_when_only_the_source_remembers() -> None:
     op = operation("widen_mlp", "x2", how="split")
-    assert apart(trained_before_and_after(op, "asymmetric"), "blocks.0.mlp.up.weight", 12) > 1e-4
-    assert apart(trained_before_and_after(op, "mapped"), "blocks.0.mlp.up.weight", 12) < 1e-12
+    assert (
+        row_difference(trained_before_and_after(op, "asymmetric"), "blocks.0.mlp.up.weight", 12)
+        > 1e-4
+    )
+    assert (
+        row_difference(trained_before_and_after(op, "mapped"), "blocks.0.mlp.up.weight", 12) < 1e-12
+    )
 
 
-def trained(model: GPT, optimizers: list[torch.optim.Optimizer]) -> None:
+def train(model: GPT, optimizers: list[torch.optim.Optimizer]) -> None:
     set_learning_rate(optimizers, 0.01, 0)
     for _ in range(10):
         gradients(model)
@@ -150,7 +157,7 @@ def test_a_duplicated_stream_parts_in_every_tensor_when_only_the_source_remember
     config = OptimizerConfig.model_validate({"name": name, "lr": 0.01})
     old = random_gpt(arch)
     before = build_optimizers(dict(old.named_parameters()), config)
-    trained(old, before)
+    train(old, before)
     new, plan = grow_model(old, operation("widen_hidden", "x2", how="duplicate"))
     states = optimizer_tensors(before, dict(old.named_parameters()))
     assert copies_stay_equal(plan, states, mode) == (mode != "asymmetric")
@@ -158,19 +165,19 @@ def test_a_duplicated_stream_parts_in_every_tensor_when_only_the_source_remember
     after = build_optimizers(dict(new.named_parameters()), config)
     memory = grow_optimizer(plan, states, KEY, mode)
     load_optimizer_tensors(
-        after, dict(new.named_parameters()), {key: each.clone() for key, each in memory.items()}
+        after, dict(new.named_parameters()), {key: state.clone() for key, state in memory.items()}
     )
-    trained(new, after)
-    found = {}
+    train(new, after)
+    distances = {}
     for tensor, entry in new.arch.parameters().items():
         for dim in (dim for dim, axis in enumerate(entry.axes) if axis == "embed"):
             source, copies = values(new)[tensor].chunk(2, dim)
-            found[tensor] = ((source - copies).norm() / source.norm()).item()
-    assert len(found) > 15
+            distances[tensor] = ((source - copies).norm() / source.norm()).item()
+    assert len(distances) > 15
     if mode == "asymmetric":
-        assert min(found.values()) > 1e-3, found
+        assert min(distances.values()) > 1e-3, distances
     else:
-        assert max(found.values()) < 1e-13, found
+        assert max(distances.values()) < 1e-13, distances
 
 
 def test_split_key_heads_part_by_themselves() -> None:

@@ -68,29 +68,29 @@ def test_a_loop_is_the_model_of_its_passes_and_unlooping_changes_nothing(
     arch: Architecture,
 ) -> None:
     model = random_gpt(arch)
-    looped, made = grow_model(model, operation("loop_layers", LOOP))
-    assert made.label == "lossy"
-    assert values(looped).keys() == values(model).keys()
+    looped_model, growth_plan = grow_model(model, operation("loop_layers", LOOP))
+    assert growth_plan.label == "lossy"
+    assert values(looped_model).keys() == values(model).keys()
     inputs, targets = batch(arch)
-    assert (looped(inputs) - model(inputs)).abs().max() > 1e-3
-    unlooped, made = grow_model(looped, operation("unloop", True))
-    assert made.label == "exact"
-    assert proof(looped, unlooped, made).holds
-    assert unlooped.arch.n_layer == len(PASSES)
-    for name, value in values(unlooped).items():
+    assert (looped_model(inputs) - model(inputs)).abs().max() > 1e-3
+    unlooped_model, growth_plan = grow_model(looped_model, operation("unloop", True))
+    assert growth_plan.label == "exact"
+    assert proof(looped_model, unlooped_model, growth_plan).holds
+    assert unlooped_model.arch.n_layer == len(PASSES)
+    for name, value in values(unlooped_model).items():
         if name.startswith("blocks."):
-            layer, _, rest = name.removeprefix("blocks.").partition(".")
-            name = f"blocks.{PASSES[int(layer)]}.{rest}"
+            layer, _, suffix = name.removeprefix("blocks.").partition(".")
+            name = f"blocks.{PASSES[int(layer)]}.{suffix}"
         assert torch.equal(value, values(model)[name])
     # shared weights have the gradients of all their passes
-    looped(inputs, targets).backward()
-    unlooped(inputs, targets).backward()
-    for name, parameter in looped.named_parameters():
+    looped_model(inputs, targets).backward()
+    unlooped_model(inputs, targets).backward()
+    for name, parameter in looped_model.named_parameters():
         if not name.startswith("blocks."):
             continue
-        layer, _, rest = name.removeprefix("blocks.").partition(".")
+        layer, _, suffix = name.removeprefix("blocks.").partition(".")
         gradients = [
-            unlooped.get_parameter(f"blocks.{number}.{rest}").grad
+            unlooped_model.get_parameter(f"blocks.{number}.{suffix}").grad
             for number, source in enumerate(PASSES)
             if source == int(layer)
         ]
@@ -101,16 +101,18 @@ def test_a_loop_is_the_model_of_its_passes_and_unlooping_changes_nothing(
 
 @pytest.mark.parametrize("arch", STYLES.values(), ids=STYLES)
 def test_costs_are_those_of_the_passes(arch: Architecture) -> None:
-    looped, _ = plan(arch, operation("loop_layers", LOOP))
-    unlooped, _ = plan(looped, operation("unloop", True))
-    assert flops_per_token(looped, 5) == flops_per_token(unlooped, 5)
-    assert flops_per_token(looped, 5) > flops_per_token(arch, 5)
+    looped_arch, _ = plan(arch, operation("loop_layers", LOOP))
+    unlooped_arch, _ = plan(looped_arch, operation("unloop", True))
+    assert flops_per_token(looped_arch, 5) == flops_per_token(unlooped_arch, 5)
+    assert flops_per_token(looped_arch, 5) > flops_per_token(arch, 5)
     for checkpointing in (False, True):
         setup = TrainingSetup(4, gradient_checkpointing=checkpointing)
-        ours, theirs = (memory_estimate(shape, setup) for shape in (looped, unlooped))
+        looped_memory, unlooped_memory = (
+            memory_estimate(shape, setup) for shape in (looped_arch, unlooped_arch)
+        )
         if not arch.lora:
-            assert ours["activations"] == theirs["activations"]
-        assert ours["weights"] == memory_estimate(arch, setup)["weights"]
+            assert looped_memory["activations"] == unlooped_memory["activations"]
+        assert looped_memory["weights"] == memory_estimate(arch, setup)["weights"]
 
 
 @pytest.mark.parametrize("arch", STYLES.values(), ids=STYLES)
@@ -118,10 +120,10 @@ def test_a_cache_tells_passes_apart(arch: Architecture) -> None:
     model, _ = grow_model(random_gpt(arch), operation("loop_layers", LOOP))
     model.eval()
     inputs, _ = batch(arch)
-    whole, cache = model(inputs), model.new_cache()
+    expected, cache = model(inputs), model.new_cache()
     first = model(inputs[:, :3], cache=cache)
     later = [model(inputs[:, at : at + 1], cache=cache) for at in range(3, inputs.shape[1])]
-    assert torch.allclose(torch.cat((first, *later), 1), whole, atol=1e-10)
+    assert torch.allclose(torch.cat((first, *later), 1), expected, atol=1e-10)
 
 
 def test_recomputed_blocks_of_a_loop_have_the_same_gradients() -> None:
@@ -140,25 +142,25 @@ def test_twenty_steps_are_those_of_a_model_born_with_these_blocks_and_states(upd
     optimizer = OptimizerConfig(name=update, lr=0.01, weight_decay=0.1)
     model, _ = grow_model(random_gpt(STYLES["llama"]), operation("loop_layers", LOOP))
     states = optimizer_tensors(train(model, optimizer, 5), dict(model.named_parameters()))
-    unlooped, made = grow_model(model, operation("unloop", True))
-    grown_states = grow_optimizer(made, states, (7, 0))
+    unlooped_model, growth_plan = grow_model(model, operation("unloop", True))
+    grown_states = grow_optimizer(growth_plan, states, (7, 0))
 
     def of_pass(name: str) -> str:
         if not name.startswith("blocks."):
             return name
-        layer, _, rest = name.removeprefix("blocks.").partition(".")
-        return f"blocks.{PASSES[int(layer)]}.{rest}"
+        layer, _, suffix = name.removeprefix("blocks.").partition(".")
+        return f"blocks.{PASSES[int(layer)]}.{suffix}"
 
     born = build_model(
         replace(STYLES["llama"], n_layer=len(PASSES)),
-        {name: values(model)[of_pass(name)].clone() for name in unlooped.arch.parameters()},
+        {name: values(model)[of_pass(name)].clone() for name in unlooped_model.arch.parameters()},
     )
     born_states = {name: states[of_pass(name)].clone() for name in grown_states}
     assert len({state.data_ptr() for state in grown_states.values()}) == len(grown_states)
-    train(unlooped, optimizer, 20, grown_states)
+    train(unlooped_model, optimizer, 20, grown_states)
     train(born, optimizer, 20, born_states)
     for name, value in values(born).items():
-        assert torch.equal(values(unlooped)[name], value), name
+        assert torch.equal(values(unlooped_model)[name], value), name
     assert not torch.equal(
         values(born)["blocks.1.mlp.up.weight"], values(born)["blocks.3.mlp.up.weight"]
     )
@@ -201,10 +203,10 @@ def test_other_loops_are_refused(name: str, value: Any, message: str) -> None:
     ("name", "value"), [("stack_layers", 2), ("insert_layers", 1), ("loop_layers", LOOP)]
 )
 def test_depth_does_not_change_while_layers_are_looped(name: str, value: Any) -> None:
-    looped = replace(STYLES["llama"], loop=Loop(0, 1, 2))
+    looped_arch = replace(STYLES["llama"], loop=Loop(0, 1, 2))
     with pytest.raises(GrowthError, match="unloop first"):
-        plan(looped, operation(name, value))
-    wider, _ = plan(looped, operation("widen_mlp", "x2"))
+        plan(looped_arch, operation(name, value))
+    wider, _ = plan(looped_arch, operation("widen_mlp", "x2"))
     assert wider.loop == Loop(0, 1, 2)
     assert Architecture.from_dict(json.loads(json.dumps(wider.to_dict()))) == wider
 
@@ -222,7 +224,7 @@ def test_any_number_of_ranks_and_any_strategy_train_a_loop_alike(
     config_in: Callable[..., Loaded], tmp_path: Path, reproducible: str
 ) -> None:
     """Resumed while layers are looped."""
-    loaded = config_in(
+    run_config = config_in(
         tmp_path,
         f"schedule={json.dumps(SCHEDULE)}",
         "train.until=[12it]",
@@ -233,7 +235,7 @@ def test_any_number_of_ranks_and_any_strategy_train_a_loop_alike(
         f"reproducible={reproducible}",
     )
     path = tmp_path / "run.yaml"
-    path.write_text(loaded.to_yaml(origin=False), encoding="utf-8")
+    path.write_text(run_config.to_yaml(origin=False), encoding="utf-8")
     curves = {}
     for name, ranks, keys in (
         ("one", 1, ()),

@@ -40,9 +40,9 @@ FOLD = operation("fold_masks")
 @OPERATIONS
 def test_at_first_nothing_changes(arch: Architecture, op: Operation) -> None:
     model = random_gpt(arch)
-    new, made = grow_model(model, op, step=STEP)
-    assert made.label == "exact"
-    assert proof(model, new, made).holds
+    new, growth_plan = grow_model(model, op, step=STEP)
+    assert growth_plan.label == "exact"
+    assert proof(model, new, growth_plan).holds
     assert new.arch.mask is not None
     assert (new.arch.mask.begin, new.arch.mask.end) == (STEP, STEP + STEPS)
 
@@ -72,16 +72,19 @@ def test_all_that_is_new_has_values_and_learns_at_the_next_step(
 def test_folded_it_is_a_model_that_was_born_so(arch: Architecture, op: Operation) -> None:
     open_model, _ = grow_model(random_gpt(arch), op, step=STEP)
     open_model.set_step(STEP + STEPS)
-    folded, made = grow_model(open_model, FOLD, step=STEP + STEPS)
-    assert made.label == "exact"
-    assert proof(open_model, folded, made).holds
-    assert folded.arch == arch.resized(**{axis: folded.arch.sizes()[axis] for axis in arch.sizes()})
-    assert all(
-        torch.equal(tensor, values(open_model)[name]) for name, tensor in values(folded).items()
+    folded_model, growth_plan = grow_model(open_model, FOLD, step=STEP + STEPS)
+    assert growth_plan.label == "exact"
+    assert proof(open_model, folded_model, growth_plan).holds
+    assert folded_model.arch == arch.resized(
+        **{axis: folded_model.arch.sizes()[axis] for axis in arch.sizes()}
     )
-    born = build_model(folded.arch, values(folded))
-    assert torch.equal(born(batch(arch)[0]), folded(batch(arch)[0]))
-    assert not [name for name, _ in folded.named_buffers() if "rope" not in name]
+    assert all(
+        torch.equal(tensor, values(open_model)[name])
+        for name, tensor in values(folded_model).items()
+    )
+    born = build_model(folded_model.arch, values(folded_model))
+    assert torch.equal(born(batch(arch)[0]), folded_model(batch(arch)[0]))
+    assert not [name for name, _ in folded_model.named_buffers() if "rope" not in name]
 
 
 @OPERATIONS
@@ -96,10 +99,10 @@ def test_a_mask_is_folded_when_it_is_open_and_not_before() -> None:
     open_arch, _ = plan(LLAMA, ENTERING[2], step=STEP)
     with pytest.raises(GrowthError, match="fully open at step 34, and this is step 33"):
         plan(open_arch, FOLD, step=STEP + STEPS - 1)
-    folded, _ = plan(open_arch, FOLD, step=STEP + STEPS)
-    assert folded == replace(LLAMA, n_mlp=20)
+    folded_arch, _ = plan(open_arch, FOLD, step=STEP + STEPS)
+    assert folded_arch == replace(LLAMA, n_mlp=20)
     with pytest.raises(GrowthError, match="has no mask to fold"):
-        plan(folded, FOLD, step=STEP + STEPS)
+        plan(folded_arch, FOLD, step=STEP + STEPS)
 
 
 def test_masks_are_over_what_is_new() -> None:

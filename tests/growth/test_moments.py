@@ -62,17 +62,17 @@ def test_gradients_of_what_was_kept_change_by_the_planned_factor(
         op = operation("widen_hidden", 32)  # the mean of the new channels moves the old ones
         op = replace(op, options={"how": "duplicate"})
     old = random_gpt(arch)
-    new, made = grow_model(old, op)
+    new, growth_plan = grow_model(old, op)
     data = batch(arch)
     before = gradients(old, data)
-    expected = apply(made, before, Role.FIRST_MOMENT, KEY, "mapped")
+    expected = apply(growth_plan, before, Role.FIRST_MOMENT, KEY, "mapped")
     ones = {name: torch.ones_like(gradient) for name, gradient in before.items()}
-    kept = apply(made, ones, Role.FIRST_MOMENT, KEY, "mapped")
+    kept_mask = apply(growth_plan, ones, Role.FIRST_MOMENT, KEY, "mapped")
     for name, gradient in gradients(new, data).items():
-        how = made.tensors[name]
+        how = growth_plan.tensors[name]
         if isinstance(how, Grown) and not how.is_copy:
-            found = gradient * (kept[name] != 0)
-            torch.testing.assert_close(found, expected[name], rtol=1e-9, atol=1e-13, msg=name)
+            actual = gradient * (kept_mask[name] != 0)
+            torch.testing.assert_close(actual, expected[name], rtol=1e-9, atol=1e-13, msg=name)
 
 
 def test_split_heads_share_the_gradient_of_their_source() -> None:
@@ -108,18 +108,20 @@ class Trajectory:
         gradients(model, self.data[number % len(self.data)])
         optimizer.step()
 
-    def parted(
-        self, changed: Callable[[GrowthPlan], GrowthPlan], mode: Any = "mapped", ratio: float = 0.5
+    def divergence(
+        self, change: Callable[[GrowthPlan], GrowthPlan], mode: Any = "mapped", ratio: float = 0.5
     ) -> float:
         """How far 20 more steps of the grown and of the ungrown model lead apart, relative."""
         arch, right = plan(self.model.arch, operation("widen_mlp", "x2", how="split"))
         new = build_model(arch, apply(right, values(self.model), Role.PARAMETER, KEY))
-        memory = grow_optimizer(changed(right), remembered(self.model, self.optimizer), KEY, mode)
+        memory = grow_optimizer(
+            change(right), optimizer_memory(self.model, self.optimizer), KEY, mode
+        )
         after = self.adamw(new, ratio)
         remember(new, after, memory)
         old = build_model(self.model.arch, values(self.model))
         before = self.adamw(old, 1.0)
-        remember(old, before, remembered(self.model, self.optimizer))
+        remember(old, before, optimizer_memory(self.model, self.optimizer))
         for number in range(20):
             self.step(old, before, number)
             self.step(new, after, number)
@@ -128,7 +130,7 @@ class Trajectory:
             return ((new(self.data[-1][0]) - logits).abs().max() / logits.abs().max()).item()
 
 
-def remembered(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def optimizer_memory(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     names = {parameter: name for name, parameter in model.named_parameters()}
     return {
         f"{names[parameter]}/{key}": tensor.clone()
@@ -144,16 +146,16 @@ def remember(model: GPT, optimizer: torch.optim.Optimizer, memory: Mapping[str, 
         optimizer.state[parameters[name]][state] = tensor.clone()
 
 
-def unchanged(made: GrowthPlan) -> GrowthPlan:
-    return made
+def identity(growth_plan: GrowthPlan) -> GrowthPlan:
+    return growth_plan
 
 
 def with_gradients(factor: float, dim: int) -> Callable[[GrowthPlan], GrowthPlan]:
     """The plan with the gradients along one dimension multiplied by another factor."""
 
-    def changed(made: GrowthPlan) -> GrowthPlan:
+    def change_plan(growth_plan: GrowthPlan) -> GrowthPlan:
         tensors = {}
-        for name, how in made.tensors.items():
+        for name, how in growth_plan.tensors.items():
             if isinstance(how, Grown) and how.edits and how.edits[0].dim == dim:
                 (edit,) = how.edits
                 pieces = tuple(
@@ -163,9 +165,9 @@ def with_gradients(factor: float, dim: int) -> Callable[[GrowthPlan], GrowthPlan
                 )
                 how = replace(how, edits=(replace(edit, pieces=pieces),))
             tensors[name] = how
-        return replace(made, tensors=tensors)
+        return replace(growth_plan, tensors=tensors)
 
-    return changed
+    return change_plan
 
 
 @pytest.fixture(scope="module", params=[GPT2, LLAMA], ids=["gpt2", "llama"])
@@ -174,7 +176,7 @@ def trajectory(request: pytest.FixtureRequest) -> Trajectory:
 
 
 def test_an_even_split_goes_the_way_of_the_ungrown_model(trajectory: Trajectory) -> None:
-    assert trajectory.parted(unchanged) < 1e-11
+    assert trajectory.divergence(identity) < 1e-11
 
 
 @pytest.mark.parametrize(
@@ -184,22 +186,22 @@ def test_an_even_split_goes_the_way_of_the_ungrown_model(trajectory: Trajectory)
         (with_gradients(0.5, dim=0), "mapped", 0.5),
         (with_gradients(0.5, dim=1), "mapped", 0.5),
         (with_gradients(2.0, dim=1), "mapped", 0.5),
-        (unchanged, "mapped", 1.0),
-        (unchanged, "asymmetric", 0.5),
-        (unchanged, "reset", 0.5),
+        (identity, "mapped", 1.0),
+        (identity, "asymmetric", 0.5),
+        (identity, "reset", 0.5),
     ],
     ids=["rows × 2", "rows / 2", "columns / 2", "columns × 2", "rate", "asymmetric", "reset"],
 )
 def test_with_anything_wrong_it_goes_another_way(
     trajectory: Trajectory, wrong: Callable[[GrowthPlan], GrowthPlan], mode: str, ratio: float
 ) -> None:
-    assert trajectory.parted(wrong, mode, ratio) > 1e-6
+    assert trajectory.divergence(wrong, mode, ratio) > 1e-6
 
 
 def sgd(model: GPT, split: float) -> torch.optim.SGD:
     """SGD whose rates make up for `split`, the factor of the copies' gradients and of the shares."""
-    copied = dict.fromkeys(("up.weight", "up.bias", "gate.weight"), 1 / split)
-    rates = {**copied, "down.weight": split}
+    copy_rates = dict.fromkeys(("up.weight", "up.bias", "gate.weight"), 1 / split)
+    rates = {**copy_rates, "down.weight": split}
     groups = [
         {"params": [p], "lr": 1e-2 * rates.get(name.partition("mlp.")[2], 1.0)}
         for name, p in model.named_parameters()
@@ -216,10 +218,10 @@ def test_an_even_split_keeps_the_trajectory_under_sgd(arch: Architecture) -> Non
     for samples in data[:5]:
         gradients(old, samples)
         before.step()
-    grown_arch, made = plan(arch, operation("widen_mlp", "x2", how="split"))
-    new = build_model(grown_arch, apply(made, values(old), Role.PARAMETER, KEY))
+    grown_arch, growth_plan = plan(arch, operation("widen_mlp", "x2", how="split"))
+    new = build_model(grown_arch, apply(growth_plan, values(old), Role.PARAMETER, KEY))
     after = sgd(new, 0.5)
-    remember(new, after, grow_optimizer(made, remembered(old, before), KEY, "mapped"))
+    remember(new, after, grow_optimizer(growth_plan, optimizer_memory(old, before), KEY, "mapped"))
     for samples in data:
         for model, optimizer in ((old, before), (new, after)):
             gradients(model, samples)
@@ -232,19 +234,19 @@ def states_of(arch: Architecture, *kinds: str) -> dict[str, Tensor]:
     memory: dict[str, Tensor] = {}
     for name, entry in arch.parameters().items():
         for kind in kinds:
-            drawn = torch.rand(entry.shape, generator=named_generator(name, kind))
-            memory[f"{name}/{kind}"] = torch.tensor(40.0) if kind == "step" else drawn + 0.1
+            random_values = torch.rand(entry.shape, generator=named_generator(name, kind))
+            memory[f"{name}/{kind}"] = torch.tensor(40.0) if kind == "step" else random_values + 0.1
     return memory
 
 
 def test_padded_gains_are_scaled_and_their_moments_the_other_way() -> None:
-    _, made = plan(LLAMA, operation("widen_hidden", 64))
+    _, growth_plan = plan(LLAMA, operation("widen_hidden", 64))
     memory = states_of(LLAMA, "exp_avg", "exp_avg_sq", "step")
-    new = grow_optimizer(made, memory, KEY)
+    new = grow_optimizer(growth_plan, memory, KEY)
     gain = "blocks.0.mlp_norm.weight"
     scale = (16 / 64) ** 0.5
     parameters = {name: torch.ones(entry.shape) for name, entry in LLAMA.parameters().items()}
-    assert apply(made, parameters, Role.PARAMETER, KEY)[gain].tolist() == [scale] * 64
+    assert apply(growth_plan, parameters, Role.PARAMETER, KEY)[gain].tolist() == [scale] * 64
     torch.testing.assert_close(new[f"{gain}/exp_avg"][:16], memory[f"{gain}/exp_avg"] / scale)
     torch.testing.assert_close(
         new[f"{gain}/exp_avg_sq"][:16], memory[f"{gain}/exp_avg_sq"] / scale**2
@@ -255,9 +257,9 @@ def test_padded_gains_are_scaled_and_their_moments_the_other_way() -> None:
 
 
 def test_new_slices_begin_with_the_mean_second_moment_of_theirs() -> None:
-    _, made = plan(GPT2, operation("widen_mlp", 20))
+    _, growth_plan = plan(GPT2, operation("widen_mlp", 20))
     memory = states_of(GPT2, "exp_avg", "exp_avg_sq", "step")
-    new = grow_optimizer(made, memory, KEY)
+    new = grow_optimizer(growth_plan, memory, KEY)
     name = "blocks.1.mlp.down.weight"
     old = memory[f"{name}/exp_avg_sq"]
     assert torch.equal(new[f"{name}/exp_avg"][:, :12], memory[f"{name}/exp_avg"])
@@ -275,9 +277,9 @@ def test_new_slices_do_not_leap_at_the_first_step() -> None:
     for number in range(60):
         gradients(old, batch(GPT2, 2 + number % 3))
         before.step()
-    new, made = grow_model(old, operation("widen_mlp", 24))
+    new, growth_plan = grow_model(old, operation("widen_mlp", 24))
     after = torch.optim.AdamW(new.parameters(), lr=1e-3, weight_decay=0.0)
-    remember(new, after, grow_optimizer(made, remembered(old, before), KEY))
+    remember(new, after, grow_optimizer(growth_plan, optimizer_memory(old, before), KEY))
     weight = new.blocks[0].mlp.down.weight
     was = weight.detach().clone()
     gradients(new, batch(GPT2, 3))
@@ -287,9 +289,11 @@ def test_new_slices_do_not_leap_at_the_first_step() -> None:
 
 def test_copies_take_their_sources_second_moment_alone() -> None:
     memory = states_of(LLAMA, "exp_avg", "exp_avg_sq", "step")
-    _, made = plan(LLAMA, operation("stack_layers", 2))
+    _, growth_plan = plan(LLAMA, operation("stack_layers", 2))
     source, copy = "blocks.0.mlp.up.weight", "blocks.2.mlp.up.weight"
-    asymmetric, mapped = (grow_optimizer(made, memory, KEY, m) for m in ("asymmetric", "mapped"))
+    asymmetric, mapped = (
+        grow_optimizer(growth_plan, memory, KEY, m) for m in ("asymmetric", "mapped")
+    )
     assert torch.equal(asymmetric[f"{source}/exp_avg"], memory[f"{source}/exp_avg"])
     assert (asymmetric[f"{copy}/exp_avg"] == 0).all()
     assert torch.equal(mapped[f"{copy}/exp_avg"], memory[f"{source}/exp_avg"])
@@ -301,9 +305,11 @@ def test_copies_take_their_sources_second_moment_alone() -> None:
 
 def test_copied_columns_take_their_sources_second_moment_alone() -> None:
     memory = states_of(LLAMA, "exp_avg", "exp_avg_sq")
-    _, made = plan(LLAMA, operation("widen_mlp", 15, how="split"))
+    _, growth_plan = plan(LLAMA, operation("widen_mlp", 15, how="split"))
     name = "blocks.0.mlp.down.weight"
-    asymmetric, mapped = (grow_optimizer(made, memory, KEY, m) for m in ("asymmetric", "mapped"))
+    asymmetric, mapped = (
+        grow_optimizer(growth_plan, memory, KEY, m) for m in ("asymmetric", "mapped")
+    )
     first, second = memory[f"{name}/exp_avg"], memory[f"{name}/exp_avg_sq"]
     assert torch.equal(mapped[f"{name}/exp_avg"], torch.cat((first, first[:, :3]), 1))
     assert (asymmetric[f"{name}/exp_avg"][:, 12:] == 0).all()
@@ -313,30 +319,32 @@ def test_copied_columns_take_their_sources_second_moment_alone() -> None:
 
 def test_split_heads_share_what_their_source_remembers() -> None:
     memory = states_of(LLAMA, "exp_avg")
-    _, made = plan(LLAMA, operation("split_kv_heads", 2))
+    _, growth_plan = plan(LLAMA, operation("split_kv_heads", 2))
     name = "blocks.0.attn.value.weight/exp_avg"
-    halves = grow_optimizer(made, memory, KEY, "mapped")[name].unflatten(0, (2, 2, 4))
+    halves = grow_optimizer(growth_plan, memory, KEY, "mapped")[name].unflatten(0, (2, 2, 4))
     assert torch.equal(halves[:, 0], halves[:, 1])
     assert torch.equal(halves.sum(1).flatten(0, 1), memory[name])
 
 
 def test_wholly_new_tensors_have_no_past_and_old_ones_keep_their_steps() -> None:
     memory = states_of(GPT2, "exp_avg", "exp_avg_sq", "step")
-    arch, made = plan(GPT2, operation("insert_layers", 1, where="start"))
-    new = grow_optimizer(made, memory, KEY)
-    fresh = {name for name, how in made.tensors.items() if isinstance(how, Fresh)}
+    arch, growth_plan = plan(GPT2, operation("insert_layers", 1, where="start"))
+    new = grow_optimizer(growth_plan, memory, KEY)
+    fresh = {name for name, how in growth_plan.tensors.items() if isinstance(how, Fresh)}
     assert {"blocks.0.attn.output.weight", "blocks.0.mlp.down.bias"} <= fresh
-    kept = arch.parameters().keys() - fresh
-    assert set(new) == {f"{n}/{kind}" for n in kept for kind in ("exp_avg", "exp_avg_sq", "step")}
-    assert all(new[f"{name}/step"] == 40 for name in kept)
-    moved = "blocks.1.attn.key.weight"
-    assert new[f"{moved}/exp_avg"] is memory["blocks.0.attn.key.weight/exp_avg"]
+    old_names = arch.parameters().keys() - fresh
+    assert set(new) == {
+        f"{n}/{kind}" for n in old_names for kind in ("exp_avg", "exp_avg_sq", "step")
+    }
+    assert all(new[f"{name}/step"] == 40 for name in old_names)
+    moved_name = "blocks.1.attn.key.weight"
+    assert new[f"{moved_name}/exp_avg"] is memory["blocks.0.attn.key.weight/exp_avg"]
 
 
 def test_a_merged_matrix_keeps_its_moments_and_its_adapter_begins_anew() -> None:
     memory = states_of(ADAPTED, "exp_avg", "exp_avg_sq", "step")
-    _, made = plan(ADAPTED, operation("merge_lora"))
-    new = grow_optimizer(made, memory, KEY)
+    _, growth_plan = plan(ADAPTED, operation("merge_lora"))
+    new = grow_optimizer(growth_plan, memory, KEY)
     assert new["head.weight/exp_avg"] is memory["head.weight/exp_avg"]
     assert not any("lora" in name for name in new)
 
@@ -345,14 +353,14 @@ def test_experts_share_the_gradient_and_the_moments_of_their_source() -> None:
     old = random_gpt(LLAMA)
     data = batch(LLAMA)
     gradients(old, data)
-    new, made = grow_model(old, operation("upcycle", 3))
+    new, growth_plan = grow_model(old, operation("upcycle", 3))
     gradients(new, data)
     for name, parameter in old.named_parameters():
-        whole = new.get_parameter(name).grad
-        total = whole if whole.ndim == parameter.ndim else whole.sum(0)
+        gradient = new.get_parameter(name).grad
+        total = gradient if gradient.ndim == parameter.ndim else gradient.sum(0)
         torch.testing.assert_close(total, parameter.grad, rtol=1e-9, atol=1e-12)
     memory = states_of(LLAMA, "exp_avg", "exp_avg_sq", "step")
-    moments = grow_optimizer(made, memory, KEY)
+    moments = grow_optimizer(growth_plan, memory, KEY)
     assert not any("router" in name for name in moments)
     name = "blocks.0.mlp.up.weight"
     for expert in range(3):
@@ -368,9 +376,9 @@ def test_muons_momentum_grows_as_a_first_moment() -> None:
     muon = BatchedMuon([{"params": list(matrices.values())}], momentum=0.9, ns_steps=5)
     gradients(old, batch(GPT2))
     muon.step()
-    memory = remembered(old, muon)
-    new, made = grow_model(old, operation("widen_mlp", 18))
-    momentum = grow_optimizer(made, memory, KEY)
+    memory = optimizer_memory(old, muon)
+    new, growth_plan = grow_model(old, operation("widen_mlp", 18))
+    momentum = grow_optimizer(growth_plan, memory, KEY)
     assert momentum.keys() == memory.keys()
     down = momentum["blocks.0.mlp.down.weight/momentum_buffer"]
     assert torch.equal(down[:, :12], memory["blocks.0.mlp.down.weight/momentum_buffer"])
@@ -387,25 +395,25 @@ def test_muons_momentum_grows_as_a_first_moment() -> None:
 def test_parameters_without_a_past_stay_without_one() -> None:
     memory = states_of(GPT2, "exp_avg", "exp_avg_sq", "step")
     frozen = {name: tensor for name, tensor in memory.items() if ".mlp." not in name}
-    _, made = plan(GPT2, operation("widen_hidden", "x2"))
-    assert set(grow_optimizer(made, frozen, KEY)) == set(frozen)
-    assert grow_optimizer(made, frozen, KEY, "reset") == {}
+    _, growth_plan = plan(GPT2, operation("widen_hidden", "x2"))
+    assert set(grow_optimizer(growth_plan, frozen, KEY)) == set(frozen)
+    assert grow_optimizer(growth_plan, frozen, KEY, "reset") == {}
 
 
 def test_states_may_be_grown_one_by_one() -> None:
     memory = states_of(LLAMA, "exp_avg", "exp_avg_sq", "step")
-    _, made = plan(LLAMA, operation("widen_mlp", "x1.5", how="split"))
-    whole = grow_optimizer(made, memory, KEY)
-    assert grown_states(made, memory) == list(whole)
-    for name, tensor in whole.items():
-        assert torch.equal(grow_state(made, name, memory.__getitem__, KEY), tensor)
+    _, growth_plan = plan(LLAMA, operation("widen_mlp", "x1.5", how="split"))
+    states = grow_optimizer(growth_plan, memory, KEY)
+    assert grown_states(growth_plan, memory) == list(states)
+    for name, tensor in states.items():
+        assert torch.equal(grow_state(growth_plan, name, memory.__getitem__, KEY), tensor)
 
 
 def test_a_state_with_the_shape_of_its_parameter_grows_by_its_name() -> None:
-    _, made = plan(GPT2, operation("widen_mlp", 20))
+    _, growth_plan = plan(GPT2, operation("widen_mlp", 20))
     name = "blocks.0.mlp.down.weight"
     memory = {f"{name}/max_exp_avg_sq": torch.ones(16, 12), f"{name}/slow": torch.ones(16, 12)}
-    new = grow_optimizer(made, memory, KEY)
+    new = grow_optimizer(growth_plan, memory, KEY)
     assert (new[f"{name}/max_exp_avg_sq"] == 1).all()
     assert new[f"{name}/slow"].sum(0).tolist() == [16.0] * 12 + [0.0] * 8
 

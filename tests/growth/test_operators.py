@@ -76,12 +76,12 @@ def operations(arch: Architecture) -> Iterator[Operation]:
         yield operation("change_window", 0.5)
 
 
-def told(op: Operation) -> str:
+def operation_id(op: Operation) -> str:
     return " ".join(str(part) for part in (op.name, op.value, *op.options.values()))
 
 
 SINGLE = [
-    pytest.param(arch, op, id=f"{style}: {told(op)}")
+    pytest.param(arch, op, id=f"{style}: {operation_id(op)}")
     for style, arch in STYLES.items()
     for op in operations(arch)
 ]
@@ -91,14 +91,14 @@ SINGLE = [
 def test_the_label_holds(arch: Architecture, op: Operation) -> None:
     model = random_gpt(arch)
     new, plan = grow_model(model, op)
-    measured = proof(model, new, plan)
-    assert measured.holds, measured
+    measurement = proof(model, new, plan)
+    assert measurement.holds, measurement
     if plan.label == "lossy":
-        assert measured.max_logit_diff_relative > 1e-3
+        assert measurement.max_logit_diff_relative > 1e-3
 
 
 PAIRS = [
-    pytest.param(arch, first, id=f"{style}: {told(first)}")
+    pytest.param(arch, first, id=f"{style}: {operation_id(first)}")
     for style, arch in (("gpt2", STYLES["gpt2 with adapters"]), ("llama", LLAMA))
     for first in operations(arch)
 ]
@@ -109,7 +109,7 @@ def test_the_label_holds_after_any_other(arch: Architecture, first: Operation) -
     model, _ = grow_model(random_gpt(arch), first)
     for second in operations(model.arch):
         new, plan = grow_model(model, second, number=1)
-        assert proof(model, new, plan).holds, told(second)
+        assert proof(model, new, plan).holds, operation_id(second)
 
 
 @given(st.sampled_from(sorted(STYLES)), st.data())
@@ -119,7 +119,7 @@ def test_labels_hold_in_any_order(style: str, data: st.DataObject) -> None:
     for number in range(data.draw(st.integers(2, 5))):
         op = data.draw(st.sampled_from(list(operations(model.arch))))
         new, plan = grow_model(model, op, number)
-        assert proof(model, new, plan).holds, told(op)
+        assert proof(model, new, plan).holds, operation_id(op)
         model = new
 
 
@@ -165,7 +165,7 @@ def test_under_a_mask_nothing_changes_at_first(arch: Architecture, op: Operation
         (operation("stack_layers", [0, 0, 1]), GPT2, {"n_layer": 3}),
         (operation("insert_layers", 2), GPT2, {"n_layer": 4}),
     ],
-    ids=lambda part: told(part) if isinstance(part, Operation) else "",
+    ids=lambda part: operation_id(part) if isinstance(part, Operation) else "",
 )
 def test_no_more_of_the_shape_changes_than_must(
     op: Operation, arch: Architecture, changes: dict[str, float]
@@ -207,5 +207,5 @@ def test_an_inserted_block_is_a_copy_of_the_one_below(where: Any, below: list[in
 def test_a_block_takes_its_adapters_along() -> None:
     arch = replace(GPT2, lora=(Lora("blocks.1.mlp.up", 2, 2.0),))
     new, _ = grow_model(random_gpt(arch), operation("insert_layers", 1, where="start"))
-    adapted = [name for name in new.arch.parameters() if name.endswith("lora_a")]
-    assert adapted == ["blocks.2.mlp.up.lora_a"]
+    lora_names = [name for name in new.arch.parameters() if name.endswith("lora_a")]
+    assert lora_names == ["blocks.2.mlp.up.lora_a"]

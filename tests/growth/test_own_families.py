@@ -130,16 +130,16 @@ def logits(folder: Path) -> torch.Tensor:
 def test_the_class_of_transformers_computes_logits_and_loss(kind: str, tmp_path: Path) -> None:
     model = model_of(kind)
     model.save_pretrained(tmp_path / "m")
-    trained = PretrainedModel(LoraShape(open_folder(tmp_path / "m").shape.to_dict())).eval()
-    trained.inner.load_state_dict(model.state_dict())
+    own_model = PretrainedModel(LoraShape(open_folder(tmp_path / "m").shape.to_dict())).eval()
+    own_model.inner.load_state_dict(model.state_dict())
     ids = torch.arange(3, 23).view(2, 10)
     with torch.no_grad():
         expected = model(ids, labels=ids)
-        assert torch.equal(trained(ids), expected.logits)
-        total = trained(ids[:, :-1], ids[:, 1:])
+        assert torch.equal(own_model(ids), expected.logits)
+        total = own_model(ids[:, :-1], ids[:, 1:])
         torch.testing.assert_close(total / 18, expected.loss)
-        cache = trained.new_cache()
-        pieces = [trained(piece, cache=cache) for piece in (ids[:, :4], ids[:, 4:])]
+        cache = own_model.new_cache()
+        pieces = [own_model(piece, cache=cache) for piece in (ids[:, :4], ids[:, 4:])]
         torch.testing.assert_close(torch.cat(pieces, 1), expected.logits)
 
 

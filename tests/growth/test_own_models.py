@@ -94,9 +94,9 @@ class MessagePassing:
     streams = ("node", "edge")
 
     def sizes(self) -> dict[str, int]:
-        own = {"node": self.node, "edge": self.edge, "message": self.message}
-        rest = {"update": self.update, "layers": self.layers}
-        return {"position": 2, "distance": 1, "force": 2} | own | rest
+        message_sizes = {"node": self.node, "edge": self.edge, "message": self.message}
+        update_sizes = {"update": self.update, "layers": self.layers}
+        return {"position": 2, "distance": 1, "force": 2} | message_sizes | update_sizes
 
     def resized(self, **sizes: int) -> Self:
         return replace(self, **sizes)
@@ -163,68 +163,74 @@ def random_values(arch: Growable) -> dict[str, Tensor]:
 
 
 def grow(arch: Growable, run: Run, op: Operation) -> tuple[Growable, GrowthPlan, Proof]:
-    new, made = plan(arch, op)
+    new, growth_plan = plan(arch, op)
     old_values = random_values(arch)
-    new_values = apply(made, old_values, Role.PARAMETER, KEY)
+    new_values = apply(growth_plan, old_values, Role.PARAMETER, KEY)
     before = Probe(run(arch, old_values), 0.0)
     after = Probe(run(new, new_values), 0.0)
     table = {name: entry.shape for name, entry in new.parameters().items()}
     assert {name: tuple(tensor.shape) for name, tensor in new_values.items()} == table
-    return new, made, compare_outputs(made, before, after, torch.float64)
+    return new, growth_plan, compare_outputs(growth_plan, before, after, torch.float64)
 
 
-def widened(axis: str, size: int | str, **options: Any) -> Operation:
+def widen(axis: str, size: int | str, **options: Any) -> Operation:
     return operation("widen", {"axis": axis, "size": size}, **options)
 
 
-def called(value: object) -> str:
+def id_of(value: object) -> str:
     """The same in every process."""
     return getattr(value, "__name__", str(value))
 
 
 POSSIBLE = [
-    (ResidualMlp(), run_mlp, widened("hidden", 9)),
-    (ResidualMlp(), run_mlp, widened("hidden", "x2", how="split")),
-    (ResidualMlp(), run_mlp, widened("units", "x1.5")),
-    (ResidualMlp(), run_mlp, widened("units", 13, how="split", share=0.8)),
+    (ResidualMlp(), run_mlp, widen("hidden", 9)),
+    (ResidualMlp(), run_mlp, widen("hidden", "x2", how="split")),
+    (ResidualMlp(), run_mlp, widen("units", "x1.5")),
+    (ResidualMlp(), run_mlp, widen("units", 13, how="split", share=0.8)),
     (ResidualMlp(), run_mlp, operation("insert_layers", 2)),
     (ResidualMlp(), run_mlp, operation("insert_layers", 1, where="start", **{"from": "normal"})),
     (ResidualMlp(), run_mlp, operation("stack_layers", 2)),
-    (MessagePassing(), run_graph, widened("message", 8)),
-    (MessagePassing(), run_graph, widened("update", "x2", how="split")),
-    (MessagePassing(), run_graph, widened("node", "x2")),
-    (MessagePassing(), run_graph, widened("edge", 12, how="split")),
+    (MessagePassing(), run_graph, widen("message", 8)),
+    (MessagePassing(), run_graph, widen("update", "x2", how="split")),
+    (MessagePassing(), run_graph, widen("node", "x2")),
+    (MessagePassing(), run_graph, widen("edge", 12, how="split")),
     (MessagePassing(), run_graph, operation("insert_layers", 1, where=[1])),
     (MessagePassing(), run_graph, operation("stack_layers", [0, 1, 1])),
 ]
 
 
-@pytest.mark.parametrize(("arch", "run", "op"), POSSIBLE, ids=called)
+@pytest.mark.parametrize(("arch", "run", "op"), POSSIBLE, ids=id_of)
 def test_it_grows_as_the_label_says(arch: Growable, run: Run, op: Operation) -> None:
-    new, _, measured = grow(arch, run, op)
+    new, _, measurement = grow(arch, run, op)
     assert new.sizes() != arch.sizes()
-    assert measured.holds
-    assert (measured.max_logit_diff_relative > 1e-3) == (measured.label == "lossy")
+    assert measurement.holds
+    assert (measurement.max_logit_diff_relative > 1e-3) == (measurement.label == "lossy")
 
 
-@pytest.mark.parametrize(("arch", "run", "op"), POSSIBLE, ids=called)
+@pytest.mark.parametrize(("arch", "run", "op"), POSSIBLE, ids=id_of)
 def test_gradients_reach_what_is_new(arch: Growable, run: Run, op: Operation) -> None:
-    new, made = plan(arch, op)
-    tensors = apply(made, random_values(arch), Role.PARAMETER, KEY)
+    new, growth_plan = plan(arch, op)
+    tensors = apply(growth_plan, random_values(arch), Role.PARAMETER, KEY)
     parameters = {name: tensor.clone().requires_grad_() for name, tensor in tensors.items()}
     optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2)
-    reached = dict.fromkeys(parameters, 0.0)
+    largest_norms = dict.fromkeys(parameters, 0.0)
     for _ in range(2):
         optimizer.zero_grad()
         run(new, parameters).square().sum().backward()
         for name, parameter in parameters.items():
             assert parameter.grad is not None
-            reached[name] = max(reached[name], split_grad_norms(made, {name: parameter.grad})[1])
+            largest_norms[name] = max(
+                largest_norms[name], split_grad_norms(growth_plan, {name: parameter.grad})[1]
+            )
         optimizer.step()
     ones = {name: torch.ones_like(tensor) for name, tensor in tensors.items()}
-    has_new = {name for name, one in ones.items() if split_grad_norms(made, {name: one})[1] > 0}
+    has_new = {
+        name
+        for name, ones_tensor in ones.items()
+        if split_grad_norms(growth_plan, {name: ones_tensor})[1] > 0
+    }
     assert has_new
-    assert {name for name in has_new if reached[name] == 0.0} == set()
+    assert {name for name in has_new if largest_norms[name] == 0.0} == set()
 
 
 class Streamless(ResidualMlp):
@@ -242,37 +248,37 @@ class Undrawn(ResidualMlp):
 
 
 @pytest.mark.parametrize(
-    ("arch", "op", "said"),
+    ("arch", "op", "message"),
     [
         (
             ResidualMlp(),
-            widened("width", 9),
+            widen("width", 9),
             "no tensor has an axis 'width'; axes to widen: hidden, units",
         ),
         (
             ResidualMlp(),
-            widened("inputs", 9),
+            widen("inputs", 9),
             "inputs is an input or output axis.*: hidden, units",
         ),
-        (ResidualMlp(), widened("outputs", 9), "outputs is an input or output axis"),
-        (ResidualMlp(), widened("layers", 9), "no tensor has an axis 'layers'"),
-        (ResidualMlp(), widened("units", 5), "units is 5 already and only grows"),
-        (ResidualMlp(), widened("units", 9, how="average"), "how must be zero or split"),
-        (ResidualMlp(), widened("units", 9, mask=10), "only a GPT supports masks"),
+        (ResidualMlp(), widen("outputs", 9), "outputs is an input or output axis"),
+        (ResidualMlp(), widen("layers", 9), "no tensor has an axis 'layers'"),
+        (ResidualMlp(), widen("units", 5), "units is 5 already and only grows"),
+        (ResidualMlp(), widen("units", 9, how="average"), "how must be zero or split"),
+        (ResidualMlp(), widen("units", 9, mask=10), "only a GPT supports masks"),
         (ResidualMlp(), operation("insert_layers", 1, mask=10), "only a GPT supports masks"),
         (
             ResidualMlp(),
             operation("widen_mlp", 9),
             "widen_mlp: applies to decoder-only transformers only; for this",
         ),
-        (MessagePassing(), widened("node", 9), "choose a multiple of 6, with how: split"),
-        (MessagePassing(), widened("node", 12, how="zero"), "choose a multiple of 6"),
+        (MessagePassing(), widen("node", 9), "choose a multiple of 6, with how: split"),
+        (MessagePassing(), widen("node", 12, how="zero"), "choose a multiple of 6"),
         (Streamless(), operation("insert_layers", 1), "names no stream .* stack_layers"),
         (Unsized(), operation("stack_layers", 2), "no axis called layers"),
-        (Undrawn(), widened("units", 9), "no standard deviation for tensors that write units"),
+        (Undrawn(), widen("units", 9), "no standard deviation for tensors that write units"),
     ],
     ids=str,
 )
-def test_what_cannot_grow_says_what_could(arch: Growable, op: Operation, said: str) -> None:
-    with pytest.raises(GrowthError, match=said):
+def test_what_cannot_grow_says_what_could(arch: Growable, op: Operation, message: str) -> None:
+    with pytest.raises(GrowthError, match=message):
         plan(arch, op)

@@ -40,12 +40,12 @@ def llama(tmp_path: Path) -> Path:
 
 
 def change_tensor(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
-    def changed(folder: Path) -> None:
+    def change_folder(folder: Path) -> None:
         tensors = load_file(folder / WEIGHTS)
         tensors[V] = change(tensors[V]).contiguous()
         save_file(tensors, folder / WEIGHTS, {"format": "pt"})
 
-    return changed
+    return change_folder
 
 
 DAMAGES: dict[str, Callable[[Path], None]] = {
@@ -59,8 +59,8 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 def test_a_damaged_tensor_of_the_published_files_is_not_proved(
     name: str, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write_damaged(folder: Path, *rest: Any) -> None:
-        write_weights(folder, *rest)
+    def write_damaged(folder: Path, *arguments: Any) -> None:
+        write_weights(folder, *arguments)
         DAMAGES[name](folder)
 
     monkeypatch.setattr(folders, "write_weights", write_damaged)
@@ -97,9 +97,9 @@ def test_both_sides_of_a_proof_are_the_files(llama: Path) -> None:
     """A config whose pattern of layers only the class of transformers knows, and a source of NaNs."""
     small = llama.parent / "gemma"
     write_variant("gemma3_text", "pattern", small)
-    found = grow_folder(open_folder(small), llama.parent / "out", [EXACT["insert_layers"]])
-    assert found.proof is not None
-    assert found.checked_on == "random tokens"
+    growth = grow_folder(open_folder(small), llama.parent / "out", [EXACT["insert_layers"]])
+    assert growth.proof is not None
+    assert growth.checked_on == "random tokens"
     before, after = (
         logits(AutoModelForCausalLM.from_pretrained(path).eval())
         for path in (small, llama.parent / "out")
@@ -129,12 +129,12 @@ def test_above_the_size_of_a_proof_a_small_model_of_the_same_config_is_compared(
     monkeypatch.setattr(folders, "PROOF_BYTES", 0)
     small = llama.parent / "small"
     model_of(kind).save_pretrained(small)
-    chosen = [EXACT[name] for name in operations]
-    found = grow_folder(open_folder(small), llama.parent / "out", chosen)
-    assert found.proof is not None
-    assert found.proof.holds
-    assert found.checked_on.startswith("a small model of the same config (embed ")
-    assert "were not compared: instead, a small model" in found.warning
+    chosen_operations = [EXACT[name] for name in operations]
+    growth = grow_folder(open_folder(small), llama.parent / "out", chosen_operations)
+    assert growth.proof is not None
+    assert growth.proof.holds
+    assert growth.checked_on.startswith("a small model of the same config (embed ")
+    assert "were not compared: instead, a small model" in growth.warning
 
 
 def test_a_label_that_does_not_hold_for_the_small_model_writes_nothing(
@@ -143,10 +143,10 @@ def test_a_label_that_does_not_hold_for_the_small_model_writes_nothing(
     monkeypatch.setattr(folders, "PROOF_BYTES", 0)
     config_of = PretrainedFolder.config_of
 
-    def another(folder: PretrainedFolder, shape: Any) -> dict[str, Any]:
+    def other_config(folder: PretrainedFolder, shape: Any) -> dict[str, Any]:
         return config_of(folder, shape) | {"hidden_act": "relu"}
 
-    monkeypatch.setattr(PretrainedFolder, "config_of", another)
+    monkeypatch.setattr(PretrainedFolder, "config_of", other_config)
     monkeypatch.setattr(folders, "_check_published", lambda *_: None)
     with pytest.raises(NotProven, match=r"of a small model of the same config .*out was not made"):
         grow_folder(open_folder(llama), llama.parent / "out", [EXACT["widen_mlp"]])
@@ -174,13 +174,13 @@ def test_extending_a_context_keeps_frequencies_that_follow_from_it(tmp_path: Pat
         model = write_variant(kind, name, source)
         assert model is not None
         grow_folder(open_folder(source), out, [EXACT["extend_context"]], check=False)
-        grown = AutoModelForCausalLM.from_pretrained(out).eval()
-        assert torch.equal(logits(grown), logits(model))
+        grown_model = AutoModelForCausalLM.from_pretrained(out).eval()
+        assert torch.equal(logits(grown_model), logits(model))
         grow(model, EXACT["extend_context"])
-        assert torch.equal(logits(grown), logits(model))
+        assert torch.equal(logits(grown_model), logits(model))
         model.save_pretrained(tmp_path / f"live{number}")
-        again = AutoModelForCausalLM.from_pretrained(tmp_path / f"live{number}").eval()
-        assert torch.equal(logits(grown), logits(again))
+        loaded_model = AutoModelForCausalLM.from_pretrained(tmp_path / f"live{number}").eval()
+        assert torch.equal(logits(grown_model), logits(loaded_model))
 
 
 @pytest.mark.parametrize("name", ["widen_hidden", "add_groups", "grow_head_dim"])
@@ -204,8 +204,10 @@ def test_a_grown_folder_is_tied_as_the_old_one_was(tied: bool, tmp_path: Path) -
         out = tmp_path / f"{kind}-out"
         grow_folder(open_folder(tmp_path / kind), out, [EXACT["widen_mlp"]])
         assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is tied
-        grown = AutoModelForCausalLM.from_pretrained(out)
-        assert (grown.get_output_embeddings().weight is grown.get_input_embeddings().weight) is tied
+        grown_model = AutoModelForCausalLM.from_pretrained(out)
+        assert (
+            grown_model.get_output_embeddings().weight is grown_model.get_input_embeddings().weight
+        ) is tied
         assert ("lm_head.weight" in load_file(out / WEIGHTS)) is not tied
 
 

@@ -22,16 +22,16 @@ LLAMA = llama(n_embd=16, n_mlp=12)
 QK_NORM = replace(LLAMA, qk_norm=True)
 
 
-def case(name: str, value: Any, said: str, **options: Any) -> Any:
+def case(name: str, value: Any, message: str, **options: Any) -> Any:
     """An operation whose form is wrong, whatever the model."""
-    return pytest.param(operation(name, value, **options), said, id=f"{name} {value} {options}")
+    return pytest.param(operation(name, value, **options), message, id=f"{name} {value} {options}")
 
 
 SIZE = "a whole number above 0 or a factor such as 'x2'"
 
 
 @pytest.mark.parametrize(
-    ("op", "said"),
+    ("op", "message"),
     [
         case("widen_mpl", 4, "called 'widen_mpl'; did you mean 'widen_mlp'?"),
         case("prune", 4, "called 'prune'; there are stack_layers, insert_layers, widen_mlp"),
@@ -80,19 +80,19 @@ SIZE = "a whole number above 0 or a factor such as 'x2'"
         case("grow_head_dim", 8, "has no option 'mask'", mask=8),
     ],
 )
-def test_a_wrong_form_is_refused_without_a_model(op: Operation, said: str) -> None:
-    with pytest.raises(GrowthError) as caught:
+def test_a_wrong_form_is_refused_without_a_model(op: Operation, message: str) -> None:
+    with pytest.raises(GrowthError) as error:
         check_growth(op)
-    assert said in str(caught.value)
+    assert message in str(error.value)
 
 
-def possible(arch: Architecture, name: str, value: Any, said: str, **options: Any) -> Any:
+def possible(arch: Architecture, name: str, value: Any, message: str, **options: Any) -> Any:
     op = operation(name, value, **options)
-    return pytest.param(arch, op, said, id=f"{name} {value} {options}")
+    return pytest.param(arch, op, message, id=f"{name} {value} {options}")
 
 
 @pytest.mark.parametrize(
-    ("arch", "op", "said"),
+    ("arch", "op", "message"),
     [
         possible(GPT2, "widen_mlp", 12, "mlp is 12 already and only grows; choose more, or 'x2'"),
         possible(GPT2, "widen_mlp", 8, "widen_mlp: mlp is 12 already and only grows"),
@@ -142,11 +142,13 @@ def possible(arch: Architecture, name: str, value: Any, said: str, **options: An
         possible(GPT2, "fold_masks", None, "has no mask to fold"),
     ],
 )
-def test_what_this_model_cannot_do_is_refused(arch: Architecture, op: Operation, said: str) -> None:
-    with pytest.raises(GrowthError) as caught:
+def test_what_this_model_cannot_do_is_refused(
+    arch: Architecture, op: Operation, message: str
+) -> None:
+    with pytest.raises(GrowthError) as error:
         plan(arch, op)
-    assert said in str(caught.value)
-    assert str(caught.value).startswith(f"{op.name}: ")
+    assert message in str(error.value)
+    assert str(error.value).startswith(f"{op.name}: ")
 
 
 def test_no_growth_is_possible_while_a_mask_is_open() -> None:
@@ -168,9 +170,9 @@ def test_a_request_is_not_changed_by_planning() -> None:
 
 
 def test_a_router_that_would_never_train_is_refused() -> None:
-    alone = operation("upcycle", 4, num_experts_per_tok=1, router_aux_loss_coef=0.0)
+    upcycle = operation("upcycle", 4, num_experts_per_tok=1, router_aux_loss_coef=0.0)
     with pytest.raises(GrowthError, match=r"is 1 and router_aux_loss_coef is 0: .* 2 or more"):
-        plan(GPT2, alone)
+        plan(GPT2, upcycle)
     plan(GPT2, operation("upcycle", 4, num_experts_per_tok=1))  # its balance trains the router
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
     dense = PretrainedShape(LlamaConfig(**sizes).to_dict())

@@ -60,9 +60,9 @@ STYLES = {
 @pytest.mark.parametrize("arch", STYLES.values(), ids=STYLES)
 def test_the_head_begins_as_the_table_and_parts_from_it(arch: Architecture) -> None:
     model = random_gpt(arch)
-    new, made = grow_model(model, UNTIE)
-    assert made.label == "exact"
-    assert proof(model, new, made).holds
+    new, growth_plan = grow_model(model, UNTIE)
+    assert growth_plan.label == "exact"
+    assert proof(model, new, growth_plan).holds
     assert not new.arch.tied
     inputs, _ = batch(arch)
     assert torch.allclose(new(inputs), model(inputs), atol=1e-12)
@@ -88,8 +88,8 @@ def test_twenty_steps_are_those_of_a_model_born_untied_with_these_states(
     optimizers = train(model, config, 5)
     states = optimizer_tensors(optimizers, dict(model.named_parameters()))
     assert all(bool(state.any()) for state in states.values())
-    grown_model, made = grow_model(model, UNTIE)
-    grown_states = grow_optimizer(made, states, (7, 0))
+    grown_model, growth_plan = grow_model(model, UNTIE)
+    grown_states = grow_optimizer(growth_plan, states, (7, 0))
 
     born_values = values(model) | {"head.weight": values(model)["token_embedding.weight"].clone()}
     born = build_model(replace(arch, tied=False), born_values)
@@ -135,13 +135,13 @@ def test_a_run_goes_on_with_two_tables(trainer: Callable[..., Trainer]) -> None:
     )
     schedule = json.dumps([{"name": "untie_embeddings", "value": True, "when": {"at_step": 2}}])
     runs = [trainer(*keys, f"schedule={schedule}", name=name) for name in ("whole", "resumed")]
-    whole, resumed = runs
+    full_run, resumed_run = runs
     for _ in range(4):
-        change_if_due(whole)
-        whole.step()
-    whole.save("now")
-    whole.parts.saver.finish()
-    restore(resumed, load_checkpoint(latest_checkpoint(whole.parts.saver.root)))
+        change_if_due(full_run)
+        full_run.step()
+    full_run.save("now")
+    full_run.parts.saver.finish()
+    restore(resumed_run, load_checkpoint(latest_checkpoint(full_run.parts.saver.root)))
     for run in runs:
         run.train()
         stepper = run.parts.stepper
@@ -149,9 +149,9 @@ def test_a_run_goes_on_with_two_tables(trainer: Callable[..., Trainer]) -> None:
         tensors = [table, head, *stepper.states().values(), *(stepper.ema or {}).values()]
         assert len({tensor.data_ptr() for tensor in tensors}) == len(tensors)
         assert not torch.allclose(table, head, atol=1e-4)
-    for name, parameter in whole.parts.stepper.parameters.items():
-        assert torch.equal(parameter, resumed.parts.stepper.parameters[name]), name
-    (change,) = [c for c in whole.state.history if c.operation.name == "untie_embeddings"]
+    for name, parameter in full_run.parts.stepper.parameters.items():
+        assert torch.equal(parameter, resumed_run.parts.stepper.parameters[name]), name
+    (change,) = [c for c in full_run.state.history if c.operation.name == "untie_embeddings"]
     assert (change.step, change.skipped) == (2, "")
 
 
@@ -175,10 +175,10 @@ def test_models_of_transformers_are_untied_and_load_from_their_folder(
     assert table.data_ptr() != head.data_ptr()
     assert torch.allclose(larger.eval()(inputs).logits, before, atol=1e-6)
     larger.save_pretrained(tmp_path / "untied")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "untied").eval()
-    assert torch.allclose(loaded(inputs).logits, before, atol=1e-6)
-    loaded.get_output_embeddings().weight.data.mul_(2)
-    assert not torch.allclose(loaded(inputs).logits, before, atol=1e-3)
+    loaded_model = AutoModelForCausalLM.from_pretrained(tmp_path / "untied").eval()
+    assert torch.allclose(loaded_model(inputs).logits, before, atol=1e-6)
+    loaded_model.get_output_embeddings().weight.data.mul_(2)
+    assert not torch.allclose(loaded_model(inputs).logits, before, atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen3", "olmo2", "phi3", "mixtral"])
@@ -189,15 +189,15 @@ def test_heads_of_their_own_are_refused_in_models_of_transformers(kind: str) -> 
 
 def test_dropout_changes_nothing_but_training() -> None:
     model = random_gpt(GPT2).eval()
-    new, made = grow_model(model, operation("set_dropout", 0.25))
-    assert (made.label, new.arch.dropout) == ("exact", 0.25)
+    new, growth_plan = grow_model(model, operation("set_dropout", 0.25))
+    assert (growth_plan.label, new.arch.dropout) == ("exact", 0.25)
     new.eval()
-    assert proof(model, new, made).holds
+    assert proof(model, new, growth_plan).holds
     inputs, _ = batch(GPT2)
-    evaluated = new(inputs)
-    assert torch.equal(evaluated, model(inputs))
+    eval_logits = new(inputs)
+    assert torch.equal(eval_logits, model(inputs))
     new.train()
-    assert not torch.equal(new(inputs), evaluated)
+    assert not torch.equal(new(inputs), eval_logits)
     half, _ = grow_model(new, operation("change_dropout", 0.5))
     assert half.arch.dropout == 0.125
     for value, message in ((8, "the result would be 2"), (0.0, "must be a factor above 0")):

@@ -24,11 +24,11 @@ LAYER = "self_attn.q_proj.weight"
 @torch.no_grad()
 def logits(model: PreTrainedModel, length: int = 24) -> Tensor:
     ids = torch.randint(0, 64, (2, length), generator=torch.Generator().manual_seed(1))
-    found: Tensor = model.eval()(ids).logits
-    return found
+    result: Tensor = model.eval()(ids).logits
+    return result
 
 
-def trained(optimizer_of: object, kind: str = "llama") -> tuple[PreTrainedModel, Tensor]:
+def trained_model(optimizer_of: object, kind: str = "llama") -> tuple[PreTrainedModel, Tensor]:
     model = copy.deepcopy(model_of(kind)).train()
     optimizer = optimizer_of(model.parameters())
     for number in range(2):
@@ -74,29 +74,29 @@ def test_means_of_neighbours_come_between_them() -> None:
 def test_inserted_copies_and_means_are_stacked_ones_at_the_places_that_are_named() -> None:
     config = model_of("gemma3_text").config
     of_all = plan_growth(config, "stack_layers", 2, how="interpolate")
-    inserted = plan_growth(config, "insert_layers", 3, where=[1, 2, 3], **{"from": "average"})
-    assert inserted[1].tensors == of_all[1].tensors
-    assert inserted[0] == of_all[0]
-    assert inserted[1].label == "lossy"
+    insertion = plan_growth(config, "insert_layers", 3, where=[1, 2, 3], **{"from": "average"})
+    assert insertion[1].tensors == of_all[1].tensors
+    assert insertion[0] == of_all[0]
+    assert insertion[1].label == "lossy"
     copies = plan_growth(config, "insert_layers", 2, where=[1, 3], **{"from": "copy"})
-    mapped = plan_growth(config, "stack_layers", [0, 0, 1, 2, 2])
-    assert copies[1].tensors == mapped[1].tensors
-    assert copies[0] == mapped[0]
+    stacking = plan_growth(config, "stack_layers", [0, 0, 1, 2, 2])
+    assert copies[1].tensors == stacking[1].tensors
+    assert copies[0] == stacking[0]
 
 
 def test_several_means_at_one_place_are_evenly_apart() -> None:
     model, old = copy.deepcopy(model_of("llama")), model_of("llama").model.layers
     grow(model, "insert_layers", 3, where=[2, 2, 0], **{"from": "average"})
     below, above = (old[layer].get_parameter(LAYER) for layer in (1, 2))
-    found = [block.get_parameter(LAYER) for block in model.model.layers]
-    assert torch.equal(found[0], found[1])  # nothing is below the first
+    weights = [block.get_parameter(LAYER) for block in model.model.layers]
+    assert torch.equal(weights[0], weights[1])  # nothing is below the first
     for at, share in ((3, 1 / 3), (4, 2 / 3)):
-        torch.testing.assert_close(found[at], torch.lerp(below, above, share))
+        torch.testing.assert_close(weights[at], torch.lerp(below, above, share))
 
 
 @pytest.mark.parametrize("moments", ["asymmetric", "mapped", "reset"])
 def test_moments_of_a_mean_are_means(moments: str) -> None:
-    model, optimizer = trained(lambda each: torch.optim.AdamW(each, lr=1e-3))
+    model, optimizer = trained_model(lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
     old = [copy.deepcopy(optimizer.state[b.get_parameter(LAYER)]) for b in model.model.layers]
     grow(model, "stack_layers", 2, how="interpolate", optimizer=optimizer, moments=moments)
     state = optimizer.state[model.model.layers[1].get_parameter(LAYER)]
@@ -115,7 +115,7 @@ def test_moments_of_a_mean_are_means(moments: str) -> None:
 
 
 def test_factored_moments_of_a_mean_are_means() -> None:
-    model, optimizer = trained(lambda each: Adafactor(each, beta1=0.9))
+    model, optimizer = trained_model(lambda parameters: Adafactor(parameters, beta1=0.9))
     old = [copy.deepcopy(optimizer.state[b.get_parameter(LAYER)]) for b in model.model.layers]
     grow(model, "stack_layers", 2, how="interpolate", optimizer=optimizer, moments="mapped")
     state = optimizer.state[model.model.layers[3].get_parameter(LAYER)]
@@ -129,10 +129,10 @@ def test_a_folder_gets_the_same_means(tmp_path: Path) -> None:
     operation = Operation("stack_layers", 2, {"how": "interpolate"})
     grow_folder(open_folder(tmp_path / "small"), tmp_path / "grown", [operation])
     grow(model, operation)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "grown")
-    assert torch.equal(logits(loaded), logits(model))
-    made = plan_growth(model_of("gemma3_text").config, operation)[1]
-    assert sum(isinstance(each, Averaged) for each in made.tensors.values()) == 2 * 13
+    loaded_model = AutoModelForCausalLM.from_pretrained(tmp_path / "grown")
+    assert torch.equal(logits(loaded_model), logits(model))
+    growth_plan = plan_growth(model_of("gemma3_text").config, operation)[1]
+    assert sum(isinstance(entry, Averaged) for entry in growth_plan.tensors.values()) == 2 * 13
 
 
 @pytest.mark.parametrize(
@@ -157,20 +157,20 @@ def test_a_scaled_context_is_what_transformers_makes_of_its_config(
     model = model_of(kind)
     model.save_pretrained(tmp_path / "small")
     operation = Operation("extend_context", "x4", {"rope": rope})
-    found = grow_folder(open_folder(tmp_path / "small"), tmp_path / "grown", [operation])
-    grown = AutoModelForCausalLM.from_pretrained(tmp_path / "grown")
+    growth = grow_folder(open_folder(tmp_path / "small"), tmp_path / "grown", [operation])
+    grown_model = AutoModelForCausalLM.from_pretrained(tmp_path / "grown")
     config = copy.deepcopy(model.config)
     config.max_position_embeddings = 32 if rope == "dynamic" else 128
     config.rope_parameters |= {"rope_type": rope, "factor": 4.0}
     if rope == "yarn":
         config.rope_parameters["original_max_position_embeddings"] = 32
     expected = AutoModelForCausalLM.from_pretrained(tmp_path / "small", config=config)
-    assert torch.equal(logits(grown), logits(expected))
-    assert torch.equal(logits(grown, 100), logits(expected, 100))
-    assert found.proof is not None
-    assert found.proof.label == ("exact" if rope == "dynamic" else "lossy")
+    assert torch.equal(logits(grown_model), logits(expected))
+    assert torch.equal(logits(grown_model, 100), logits(expected, 100))
+    assert growth.proof is not None
+    assert growth.proof.label == ("exact" if rope == "dynamic" else "lossy")
     plain = logits(model, 100)
-    assert (logits(grown, 100) - plain).abs().max() > 1e-4
+    assert (logits(grown_model, 100) - plain).abs().max() > 1e-4
 
 
 def test_only_layers_with_full_attention_are_scaled() -> None:

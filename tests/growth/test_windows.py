@@ -54,10 +54,10 @@ def test_windows_are_as_requested(
     arch: Architecture, name: str, value: Any, windows: tuple[int | None, ...]
 ) -> None:
     model = random_gpt(arch)
-    new, made = grow_model(model, operation(name, value))
+    new, growth_plan = grow_model(model, operation(name, value))
     assert new.arch == replace(arch, windows=windows)
-    assert made.label == "lossy"
-    assert proof(model, new, made).max_logit_diff_relative > 1e-3
+    assert growth_plan.label == "lossy"
+    assert proof(model, new, growth_plan).max_logit_diff_relative > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_any_number_of_ranks_and_any_strategy_train_alike(
     config_in: Callable[..., Loaded], tmp_path: Path, reproducible: str
 ) -> None:
     """Also saved between two of the operations and resumed by others, and with shards."""
-    loaded = config_in(
+    run_config = config_in(
         tmp_path,
         f"schedule={json.dumps(SCHEDULE)}",
         "train.until=[10it]",
@@ -190,7 +190,7 @@ def test_any_number_of_ranks_and_any_strategy_train_alike(
         f"reproducible={reproducible}",
     )
     path = tmp_path / "run.yaml"
-    path.write_text(loaded.to_yaml(origin=False), encoding="utf-8")
+    path.write_text(run_config.to_yaml(origin=False), encoding="utf-8")
     runs: dict[str, tuple[int, list[str], int]] = {
         "one": (1, [], 1),
         "four": (4, [], 1),

@@ -32,8 +32,8 @@ def test_columns_that_are_too_many_follow_below() -> None:
 @given(tables, st.integers(1, 60))
 def test_nothing_is_lost_however_narrow(rows: list[list[str]], width: int) -> None:
     lines = align_columns(rows, width=width)
-    shown = sorted(word for line in lines for word in line.split())
-    assert set(shown) == {cell for row in rows for cell in row}
+    shown_words = sorted(word for line in lines for word in line.split())
+    assert set(shown_words) == {cell for row in rows for cell in row}
     widest = [max(map(len, column)) for column in zip(*rows, strict=True)]
     at_least = widest[0] + max([2 + other for other in widest[1:]], default=0)
     assert max(map(len, lines)) <= max(width, at_least)

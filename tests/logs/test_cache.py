@@ -29,10 +29,10 @@ LINES = tuple(lines(6000, 1, rewinds=2))
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     """Nearly 3 MB."""
-    return written(tmp_path / "run", LINES)
+    return write_parts(tmp_path / "run", LINES)
 
 
-def written(path: Path, parts: tuple[bytes, ...]) -> RunDir:
+def write_parts(path: Path, parts: tuple[bytes, ...]) -> RunDir:
     path.mkdir(exist_ok=True)
     (path / "events.jsonl").write_bytes(b"".join(parts))
     return RunDir(path)
@@ -47,19 +47,19 @@ def cache_of(run: RunDir) -> Path:
 def without_cache(run: RunDir) -> RunRecord:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("INSTAR_CACHE_DIR", "/proc/no-cache")
-        found = read_record(run)
-        series = {metric: found.series(metric) for metric in found.metrics}
-    return RunRecord(run, found.events, series, found.faults, found.end)
+        record = read_record(run)
+        series = {metric: record.series(metric) for metric in record.metrics}
+    return RunRecord(run, record.events, series, record.faults, record.end)
 
 
-def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def count_parsed_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many bytes each later reading of a record has parsed."""
     read_bytes: list[int] = []
 
-    def counting(path: Path, after: cache.Content | None = None, *rest: int) -> cache.Content:
-        found = scan(path, after, *rest)
-        read_bytes.append(found.end - (after.end if after else 0))
-        return found
+    def counting(path: Path, after: cache.Content | None = None, *limits: int) -> cache.Content:
+        content = scan(path, after, *limits)
+        read_bytes.append(content.end - (after.end if after else 0))
+        return content
 
     monkeypatch.setattr("instar.logs.read.scan.scan", counting)
     return read_bytes
@@ -67,12 +67,12 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_a_large_record_is_parsed_once(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = without_cache(run)
-    counted = parsed(monkeypatch)
+    parsed_bytes = count_parsed_bytes(monkeypatch)
     same(read_record(run), plain)
-    assert sum(counted) == run.events.stat().st_size
-    counted.clear()
+    assert sum(parsed_bytes) == run.events.stat().st_size
+    parsed_bytes.clear()
     same(read_record(run), plain)
-    assert sum(counted) == 0
+    assert sum(parsed_bytes) == 0
 
 
 def test_a_small_record_has_no_cache(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_of_a_record_that_grew_only_the_rest_is_parsed(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = [1500, 3000, 3010, 5999, 6000, len(LINES)]
-    counted = parsed(monkeypatch)
+    parsed_bytes = count_parsed_bytes(monkeypatch)
     for number, size in enumerate(sizes):
         with run.events.open("r+b") as file:
             file.write(b"".join(LINES[:size]))
@@ -94,12 +94,12 @@ def test_of_a_record_that_grew_only_the_rest_is_parsed(
             os.truncate(run.events, len(b"".join(LINES[:size])))
         read_record(run)
         same(read_record(run), without_cache(run))
-    counted.clear()
-    grown = encode_event(Train(step=6001, loss=2.0, extra={"new": 3.0}), 1.0, 3)
+    parsed_bytes.clear()
+    new_line = encode_event(Train(step=6001, loss=2.0, extra={"new": 3.0}), 1.0, 3)
     with run.events.open("ab") as file:
-        file.write(grown)
+        file.write(new_line)
     record = read_record(run)
-    assert len(grown) <= sum(counted) < cache.SMALL_BYTES
+    assert len(new_line) <= sum(parsed_bytes) < cache.SMALL_BYTES
     assert record.series("new").step.tolist() == [6001]
     assert record.series("loss").step[-1] == 6001
 
@@ -110,7 +110,7 @@ def test_a_metric_that_comes_late_and_one_that_stops_are_added_to_the_cache(tmp_
         encode_event(Train(step=s, loss=1.0, extra={"late": s / 2}), 1.0, 1)
         for s in range(8000, 16000)
     )
-    run = written(tmp_path / "run", early)
+    run = write_parts(tmp_path / "run", early)
     read_record(run)
     with run.events.open("ab") as file:
         file.writelines((*late, encode_event(Eval(step=16000, split="val", loss=1.0), 1.0, 1)))
@@ -156,10 +156,10 @@ def test_a_record_that_was_changed_is_read_anew(
 
 
 def test_faults_and_what_was_superseded_come_from_the_cache_too(tmp_path: Path) -> None:
-    damaged = list(LINES)
+    bad_lines = list(LINES)
     for place in range(100, 4000, 300):
-        damaged[place] = b"\0" * 20 + b"\n"
-    run = written(tmp_path / "run", tuple(damaged))
+        bad_lines[place] = b"\0" * 20 + b"\n"
+    run = write_parts(tmp_path / "run", tuple(bad_lines))
     first = read_record(run)
     assert len(first.faults) == 6
     same(read_record(run), first)
@@ -181,8 +181,8 @@ def test_a_damaged_cache_is_made_anew(run: RunDir) -> None:
                 path.unlink()
             elif data:
                 data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
-                kept = {"cut": data[: len(data) // 2], "empty": b"", "extend": data + data}
-                path.write_bytes(kept.get(damage, data))
+                damages = {"cut": data[: len(data) // 2], "empty": b"", "extend": data + data}
+                path.write_bytes(damages.get(damage, data))
             same(read_record(run), plain)
             same(read_record(run), plain)
             assert cached_summary(run).step == 6000
@@ -207,14 +207,14 @@ def test_a_cache_that_breaks_between_two_looks_is_no_harm(run: RunDir) -> None:
 def test_without_a_cache_folder_of_ones_own_nothing_is_kept(
     run: RunDir, tmp_path: Path, wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place, mine = tmp_path / "place", tmp_path / "mine"
-    mine.mkdir()
+    place, target = tmp_path / "place", tmp_path / "mine"
+    target.mkdir()
     monkeypatch.setenv("INSTAR_CACHE_DIR", str(place))
     match wrong:
         case "file":
             place.write_text("in the way")
         case "link":
-            place.symlink_to(mine)
+            place.symlink_to(target)
         case "missing home":
             monkeypatch.delenv("INSTAR_CACHE_DIR")
             monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
@@ -226,45 +226,45 @@ def test_without_a_cache_folder_of_ones_own_nothing_is_kept(
     assert len(read_record(run).series("loss")) > 6000
     assert len(read_records([run, run])) == 2
     assert cached_summary(run).step == 6000
-    assert not any(mine.iterdir())
+    assert not any(target.iterdir())
 
 
 def test_nothing_is_written_into_a_run_that_is_read(run: RunDir) -> None:
-    mine = run.path.parent / "mine"
-    mine.write_text("export PATH")
+    target = run.path.parent / "mine"
+    target.write_text("export PATH")
     (run.path / "cache").mkdir()
     for name in ("lock", "columns.json", "summary.json", "columns-01234567"):
-        (run.path / "cache" / name).symlink_to(mine)
+        (run.path / "cache" / name).symlink_to(target)
     before = {path: path.lstat().st_mtime_ns for path in run.path.rglob("*")}
     read_record(run)
     cached_summary(run)
     read_records([run])
     assert {path: path.lstat().st_mtime_ns for path in run.path.rglob("*")} == before
-    assert mine.read_text() == "export PATH"
+    assert target.read_text() == "export PATH"
 
 
 def test_the_cache_is_for_its_user_alone(run: RunDir) -> None:
     read_record(run)
     cached_summary(run)
     top = cache_of(run).parent.parent
-    there = [top, *top.rglob("*")]
-    assert len(there) > 10
+    paths = [top, *top.rglob("*")]
+    assert len(paths) > 10
     assert not any(path.stat().st_mode & 0o077 for path in (top, cache_of(run)))
 
 
 def test_links_among_the_files_of_a_cache_are_not_followed(run: RunDir, tmp_path: Path) -> None:
-    mine = tmp_path / "mine"
+    target = tmp_path / "mine"
     read_record(run)
     for path in [path for path in cache_of(run).rglob("*") if path.is_file()]:
         content = path.read_bytes()
-        mine.write_bytes(content)
+        target.write_bytes(content)
         path.unlink()
-        path.symlink_to(mine)
+        path.symlink_to(target)
         with run.events.open("ab") as file:
             file.write(encode_event(Train(step=6001, loss=2.0, extra={"new": 3.0}), 1.0, 3))
             file.write(b" " * cache.SMALL_BYTES + b"\n")
         same(read_record(run), without_cache(run))
-        assert mine.read_bytes() == content
+        assert target.read_bytes() == content
 
 
 @pytest.mark.parametrize("name", ["../../mine", "/etc/mine", "0-step/../../../mine", ""])
@@ -294,20 +294,20 @@ def test_what_was_used_least_recently_leaves_a_full_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("INSTAR_CACHE_DIR", str(tmp_path / "place"))
-    runs = [written(tmp_path / name, LINES) for name in "abc"]
+    runs = [write_parts(tmp_path / name, LINES) for name in "abc"]
     for age, run in zip((30, 10, 20), runs, strict=True):
         read_record(run)
         os.utime(cache_of(run), (time.time() - age, time.time() - age))
-    one = sum(path.stat().st_size for path in cache_of(runs[0]).rglob("*"))
-    monkeypatch.setattr("instar.logs.read.reader_cache.MOST_BYTES", int(3.5 * one))
+    cache_bytes = sum(path.stat().st_size for path in cache_of(runs[0]).rglob("*"))
+    monkeypatch.setattr("instar.logs.read.reader_cache.MOST_BYTES", int(3.5 * cache_bytes))
     read_record(runs[0])
-    last = written(tmp_path / "last", LINES)
+    last = write_parts(tmp_path / "last", LINES)
     read_record(last)
     assert [cache_of(run).exists() for run in (*runs, last)] == [True, True, False, True]
 
 
 def test_readers_and_a_writer_at_once_each_see_a_beginning_of_the_record(tmp_path: Path) -> None:
-    run = written(tmp_path / "run", LINES[:1000])
+    run = write_parts(tmp_path / "run", LINES[:1000])
     reader = (
         "import sys; from pathlib import Path\n"
         "from instar.logs.read.record import read_record; from instar.record.rundir import RunDir\n"
@@ -354,61 +354,71 @@ def test_a_glance_tells_what_a_list_needs(tmp_path: Path) -> None:
             recorder.write(Train(step=step, tokens=10 * step, loss=loss + 1))
             recorder.write(Eval(step=step, split="val", loss=loss))
         recorder.write(Stop(step=3, reason="SIGTERM", resumable=True))
-        seen = cached_summary(run)
-        assert (seen.id, seen.name, seen.model, seen.unit) == ("e5s6m", "demo", "2L/128d", "node")
-        assert (seen.started, seen.seen, seen.kind, seen.segments) == (50.0, 50.0, "stop", 1)
-        assert (seen.step, seen.loss) == (3, 5.0)
-        assert (seen.val, seen.best, seen.best_step) == (4.0, 3.0, 2)
-        assert [type(event) for event in seen.events] == [RunStarted, Stop]
+        summary = cached_summary(run)
+        assert (summary.id, summary.name, summary.model, summary.unit) == (
+            "e5s6m",
+            "demo",
+            "2L/128d",
+            "node",
+        )
+        assert (summary.started, summary.seen, summary.kind, summary.segments) == (
+            50.0,
+            50.0,
+            "stop",
+            1,
+        )
+        assert (summary.step, summary.loss) == (3, 5.0)
+        assert (summary.val, summary.best, summary.best_step) == (4.0, 3.0, 2)
+        assert [type(event) for event in summary.events] == [RunStarted, Stop]
         recorder.write(RunStarted(run_id="e5s6m", step=1))
-        seen = cached_summary(run)
-        assert (seen.step, seen.val, seen.best_step, seen.segments) == (1, 5.0, 1, 2)
-        assert [type(event) for event in seen.events] == [RunStarted]
+        summary = cached_summary(run)
+        assert (summary.step, summary.val, summary.best_step, summary.segments) == (1, 5.0, 1, 2)
+        assert [type(event) for event in summary.events] == [RunStarted]
 
 
 def test_a_glance_at_a_part_and_at_the_rest_is_a_glance_at_the_whole(tmp_path: Path) -> None:
-    whole = cached_summary(make_run(tmp_path / "whole", 3000, 5, rewinds=3))
+    expected = cached_summary(make_run(tmp_path / "whole", 3000, 5, rewinds=3))
     parts = tuple(lines(3000, 5, rewinds=3))
-    run = written(tmp_path / "run", ())
+    run = write_parts(tmp_path / "run", ())
     for begin in range(0, len(parts), 37):
         with run.events.open("ab") as file:
             file.writelines(parts[begin : begin + 37])
         cached_summary(run)
     assert (cache_of(run) / "summary.json").exists()
     for field in ("step", "tokens", "loss", "val", "best", "best_step", "kind", "seen"):
-        assert getattr(cached_summary(run), field) == getattr(whole, field)
+        assert getattr(cached_summary(run), field) == getattr(expected, field)
     record = read_record(run)
     val = record.series("val/loss").current()
-    assert whole.best == val.value.min()
-    assert whole.best_step == val.step[val.value.argmin()]
+    assert expected.best == val.value.min()
+    assert expected.best_step == val.step[val.value.argmin()]
 
 
 @pytest.mark.parametrize("content", [None, b"", b"step,loss\n1,2\n", b"\0" * 50000])
 def test_a_glance_at_what_is_no_record_says_so(content: bytes | None, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "events.jsonl").write_bytes(content)
-    seen = cached_summary(RunDir(tmp_path))
-    assert (seen.step, seen.kind, seen.events) == (None, "", ())
-    assert bool(seen.fault) == (content != b"")
+    summary = cached_summary(RunDir(tmp_path))
+    assert (summary.step, summary.kind, summary.events) == (None, "", ())
+    assert bool(summary.fault) == (content != b"")
 
 
 def test_one_metric_takes_its_own_columns_and_no_others(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read_record(run)
-    held = cache.load_columns(run.events, cache_of(run))
-    assert held is not None
-    table = held.tables["train"]
+    columns = cache.load_columns(run.events, cache_of(run))
+    assert columns is not None
+    table = columns.tables["train"]
     assert len(table.axes) + len(table.metrics) > 10
-    opened: list[Path] = []
+    read_paths: list[Path] = []
     of_the_cache = cache._read
 
-    def counted(place: Path, file: Any, dtype: str) -> Any:
-        opened.append(place / file.name)
+    def counting_read(place: Path, file: Any, dtype: str) -> Any:
+        read_paths.append(place / file.name)
         return of_the_cache(place, file, dtype)
 
-    monkeypatch.setattr(cache, "_read", counted)
+    monkeypatch.setattr(cache, "_read", counting_read)
     assert "lr" in table.metrics
-    assert not opened
+    assert not read_paths
     assert len(read_record(run).series("loss").value) > 5000
-    assert 1 <= len(opened) <= 4, opened
+    assert 1 <= len(read_paths) <= 4, read_paths

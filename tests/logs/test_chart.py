@@ -38,24 +38,24 @@ def test_a_run_is_drawn_with_its_losses_its_best_and_its_operation(tmp_path):
 
 def test_what_a_resume_superseded_hangs_on_the_last_point_that_counts(tmp_path):
     first = [train(step, 9 - step / 10) for step in range(1, 31)]
-    resumed = RunStarted(run_id="drawn", step=20, resumed_from="step-20")
+    resume = RunStarted(run_id="drawn", step=20, resumed_from="step-20")
     second = [(2, train(step, 8 - step / 10)) for step in range(21, 41)]
-    record = read_run(tmp_path / "run", [*first, (2, resumed), *second])
+    record = read_run(tmp_path / "run", [*first, (2, resume), *second])
 
     chart = compose([record], ChartRequest(panels=(("loss",),)))
 
     (curve,) = chart.panels[0].curves
     assert (np.diff(curve.line.x) > 0).all()
-    (lost,) = curve.old_lines
-    assert lost.x.tolist() == list(range(20, 31))
+    (old_line,) = curve.old_lines
+    assert old_line.x.tolist() == list(range(20, 31))
     assert [(mark.kind, mark.x) for mark in chart.marks] == [("resume", 20)]
 
 
 def test_a_pause_between_segments_is_a_gap_on_a_clock_alone(tmp_path):
-    resumed = RunStarted(run_id="drawn", step=20, resumed_from="step-20")
+    resume = RunStarted(run_id="drawn", step=20, resumed_from="step-20")
     first = [train(step, 3.0) for step in range(1, 21)]
     second = [(2, train(step, 3.0, wall_s=900.0 + step)) for step in range(21, 31)]
-    record = read_run(tmp_path / "run", [*first, (2, resumed), *second])
+    record = read_run(tmp_path / "run", [*first, (2, resume), *second])
 
     gaps = {
         axis: np.isnan(
@@ -112,8 +112,8 @@ def test_what_cannot_be_drawn_is_a_gap_and_is_counted(tmp_path):
 
     assert np.isnan(panel.curves[0].line.y).tolist() == [False, False, True, True, False]
     assert panel.notes == ("2 points cannot be drawn",)
-    drawn = compose([record], ChartRequest()).to_dict()["panels"][0]["curves"][0]
-    assert drawn["value"] == [3.0, 2.9, "NaN", "NaN", 2.8]
+    curve = compose([record], ChartRequest()).to_dict()["panels"][0]["curves"][0]
+    assert curve["value"] == [3.0, 2.9, "NaN", "NaN", 2.8]
 
 
 def test_from_and_to_cut_on_the_axis_that_is_drawn(tmp_path):
@@ -129,8 +129,8 @@ def test_from_and_to_cut_on_the_axis_that_is_drawn(tmp_path):
 
 def test_alerts_and_failures_are_marked_and_what_is_no_news_is_not(tmp_path):
     alert = Alert(name="stall", message="nothing since 20 steps", **place(30))
-    failed = Failed(message="out of memory", rank=1, step=100)
-    record = read_run(tmp_path / "run", [*falling(), alert, failed])
+    failure = Failed(message="out of memory", rank=1, step=100)
+    record = read_run(tmp_path / "run", [*falling(), alert, failure])
 
     kinds = [mark.kind for mark in compose([record], ChartRequest()).marks]
 
@@ -145,23 +145,28 @@ def test_runs_are_called_by_what_tells_them_apart(tmp_path):
     def run(name, **config):
         return write_run(tmp_path / name, [], CONFIG.format(**config) if config else "")
 
-    one, two = run("demo-aaaaa", seed=1, n_mlp=64), run("demo-bbbbb", seed=2, n_mlp=64)
+    first, second = run("demo-aaaaa", seed=1, n_mlp=64), run("demo-bbbbb", seed=2, n_mlp=64)
     other, bare = run("other-ccccc", seed=1, n_mlp=64), run("demo-ddddd")
     wide = run("demo-eeeee", seed=1, n_mlp=96)
 
-    assert run_labels([one]) == ["demo"]
-    assert run_labels([one, other]) == ["demo", "other"]
-    assert run_labels([one, two]) == ["demo seed=1", "demo seed=2"]
-    assert run_labels([one, wide]) == ["demo n_mlp=64", "demo n_mlp=96"]
-    assert run_labels([one, two, bare])[2] == "demo seed=none n_mlp=none"
-    assert group_indices([one, two, wide], "seed") == {
+    assert run_labels([first]) == ["demo"]
+    assert run_labels([first, other]) == ["demo", "other"]
+    assert run_labels([first, second]) == ["demo seed=1", "demo seed=2"]
+    assert run_labels([first, wide]) == ["demo n_mlp=64", "demo n_mlp=96"]
+    assert run_labels([first, second, bare])[2] == "demo seed=none n_mlp=none"
+    assert group_indices([first, second, wide], "seed") == {
         "demo n_mlp=64": [0, 1],
         "demo n_mlp=96": [2],
     }
-    derived = write_run(tmp_path / "demo-fffff", [], "name: demo\nmodel:\n  n_mlp: 64  # derived\n")
-    said = write_run(tmp_path / "demo-ggggg", [], "name: demo\nmodel:\n  n_mlp: 96  # --set\n")
-    assert group_indices([derived, said], "seed") == {"demo n_mlp=64": [0], "demo n_mlp=96": [1]}
-    assert group_indices([one, two, other], "name") == {"demo": [0, 1], "other": [2]}
+    derived_run = write_run(
+        tmp_path / "demo-fffff", [], "name: demo\nmodel:\n  n_mlp: 64  # derived\n"
+    )
+    set_run = write_run(tmp_path / "demo-ggggg", [], "name: demo\nmodel:\n  n_mlp: 96  # --set\n")
+    assert group_indices([derived_run, set_run], "seed") == {
+        "demo n_mlp=64": [0],
+        "demo n_mlp=96": [1],
+    }
+    assert group_indices([first, second, other], "name") == {"demo": [0, 1], "other": [2]}
 
 
 def test_a_mean_over_less_than_all_runs_says_so(tmp_path):
@@ -212,20 +217,20 @@ def test_a_band_lies_between_its_curves(curves):
     ]
     columns = [(x, y[: len(x)]) for x, y in columns]
 
-    found = band(columns)
+    envelope = band(columns)
 
     low, high = max(x[0] for x, _ in columns), min(x[-1] for x, _ in columns)
-    assert (found is None) == (low > high)
-    if found is not None:
-        assert (found.x[0], found.x[-1]) == (low, high)
-        assert (np.diff(found.x) > 0).all()
-        each = np.stack([np.interp(found.x, x, y) for x, y in columns])
-        assert (found.mean <= each.max(axis=0) + 1e-9).all()
-        assert (found.mean >= each.min(axis=0) - 1e-9).all()
+    assert (envelope is None) == (low > high)
+    if envelope is not None:
+        assert (envelope.x[0], envelope.x[-1]) == (low, high)
+        assert (np.diff(envelope.x) > 0).all()
+        heights = np.stack([np.interp(envelope.x, x, y) for x, y in columns])
+        assert (envelope.mean <= heights.max(axis=0) + 1e-9).all()
+        assert (envelope.mean >= heights.min(axis=0) - 1e-9).all()
 
 
 @pytest.mark.parametrize(
-    ("wanted", "message"),
+    ("request", "message"),
     [
         (ChartRequest(panels=(("lss",),)), "no metric 'lss' in .*; did you mean 'loss'?"),
         (ChartRequest(panels=(("lss",), ("grad",))), "2 errors"),
@@ -238,14 +243,14 @@ def test_a_band_lies_between_its_curves(curves):
         (ChartRequest(start=500.0), "no point between --from and --to"),
     ],
 )
-def test_what_cannot_be_drawn_says_why(tmp_path, wanted, message):
+def test_what_cannot_be_drawn_says_why(tmp_path, request, message):
     record = read_run(
         tmp_path / "run",
         [train(n, 3.0, epoch=0.0, mfu=math.nan, extra={"below": -1.0}) for n in (1, 2, 3)],
     )
 
     with pytest.raises(ConfigError, match=message.replace("?", "[?]")):
-        compose([record], wanted)
+        compose([record], request)
 
 
 def test_a_run_without_a_metric_says_so(tmp_path):
@@ -255,9 +260,11 @@ def test_a_run_without_a_metric_says_so(tmp_path):
 
 def test_of_several_runs_one_may_lack_a_metric(tmp_path):
     plain = read_run(tmp_path / "a-aaaaa", [train(1, 3.0), train(2, 2.0)])
-    judged = read_run(tmp_path / "b-bbbbb", [train(1, 3.0), eval_event(1, 3.0), eval_event(2, 2.0)])
+    with_val = read_run(
+        tmp_path / "b-bbbbb", [train(1, 3.0), eval_event(1, 3.0), eval_event(2, 2.0)]
+    )
 
-    (panel,) = compose([plain, judged], ChartRequest(panels=(("val/loss",),))).panels
+    (panel,) = compose([plain, with_val], ChartRequest(panels=(("val/loss",),))).panels
 
     assert [curve.run for curve in panel.curves] == [1]
 

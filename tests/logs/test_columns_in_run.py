@@ -29,27 +29,27 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
-def scanned(run: RunDir) -> RunRecord:
+def scan_record(run: RunDir) -> RunRecord:
     """The record without any columns."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("INSTAR_CACHE_DIR", "/proc/no-cache")
         patch.setattr(cache, "COLUMNS", "none")
-        found = read_record(run)
-        series = {metric: found.series(metric) for metric in found.metrics}
-    return RunRecord(run, found.events, series, found.faults, found.end)
+        run_record = read_record(run)
+        series = {metric: run_record.series(metric) for metric in run_record.metrics}
+    return RunRecord(run, run_record.events, series, run_record.faults, run_record.end)
 
 
 def parsed_bytes(run: RunDir, monkeypatch: pytest.MonkeyPatch, *, own_cache: bool = False) -> int:
     """How many bytes of the record a reading parses, without or with a cache of its own."""
-    counted: list[int] = []
+    sizes: list[int] = []
     original = scan.scan
 
     def counting(
-        path: Path, after: scan.Content | None = None, *rest: int, **more: int
+        path: Path, after: scan.Content | None = None, *limits: int, **more: int
     ) -> scan.Content:
-        found = original(path, after, *rest, **more)
-        counted.append(found.end - (after.end if after else 0))
-        return found
+        content = original(path, after, *limits, **more)
+        sizes.append(content.end - (after.end if after else 0))
+        return content
 
     with monkeypatch.context() as patch:
         if not own_cache:
@@ -58,11 +58,11 @@ def parsed_bytes(run: RunDir, monkeypatch: pytest.MonkeyPatch, *, own_cache: boo
         patch.setattr(cache, "scan", counting)
         patch.setattr(record, "scan", counting)
         read_record(run).series("loss")
-    return sum(counted)
+    return sum(sizes)
 
 
 def test_the_first_look_parses_no_line(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = scanned(run)
+    plain = scan_record(run)
     cache.extend_columns(run, finished=True)
     assert parsed_bytes(run, monkeypatch) == 0
     same(read_record(run), plain)
@@ -78,7 +78,7 @@ def test_columns_go_with_a_run_that_is_copied(
     cache.extend_columns(run, finished=True)
     shutil.copytree(run.path, tmp_path / "copy")
     assert parsed_bytes(RunDir(tmp_path / "copy"), monkeypatch) == 0
-    same(read_record(RunDir(tmp_path / "copy")), scanned(run))
+    same(read_record(RunDir(tmp_path / "copy")), scan_record(run))
 
 
 def test_a_record_that_grows_is_added_to_its_columns(
@@ -92,7 +92,7 @@ def test_a_record_that_grows_is_added_to_its_columns(
             with run.events.open("ab") as file:
                 file.writelines(lines[begin : begin + 3000])
     assert parsed_bytes(run, monkeypatch) == 0
-    same(read_record(run), scanned(run))
+    same(read_record(run), scan_record(run))
     with run.events.open("ab") as file:
         file.write(encode_event(Train(step=30_000, loss=2.0), 1.0, 1) + b'{"v":1,"kind":"tr')
     assert 0 < parsed_bytes(run, monkeypatch) < 1000
@@ -139,7 +139,7 @@ def huge(index: dict[str, object]) -> None:
         file["parts"] = [[8 * rows, "0" * 16]]
 
 
-def linked(run: RunDir) -> None:
+def link_columns(run: RunDir) -> None:
     columns(run).rename(run.path.parent / "elsewhere")
     columns(run).symlink_to(run.path.parent / "elsewhere")
 
@@ -157,7 +157,7 @@ def of_another_record(run: RunDir) -> None:
     shutil.copytree(columns(other), columns(run))
 
 
-def edited(run: RunDir) -> None:
+def edit_record(run: RunDir) -> None:
     data = run.events.read_bytes()
     place = data.index(b'"loss":', len(data) // 2)
     run.events.write_bytes(data[: place + 7] + b"7" + data[place + 8 :])
@@ -190,10 +190,10 @@ WRONG: dict[str, Callable[[RunDir], None]] = {
     "end beyond": index_with(lambda index: index["stamp"].update(end=1 << 50)),  # type: ignore[attr-defined]
     "end negative": index_with(lambda index: index["stamp"].update(end=-5)),  # type: ignore[attr-defined]
     "told faults": index_with(lambda index: index.update(faults=[[1, "\x1b[2J"]])),
-    "folder is a link": linked,
+    "folder is a link": link_columns,
     "column is a link": linked_column,
     "another record's": of_another_record,
-    "record edited": edited,
+    "record edited": edit_record,
     "record cut": cut,
     "a pipe": blocking,
 }
@@ -203,7 +203,7 @@ WRONG: dict[str, Callable[[RunDir], None]] = {
 def test_columns_that_do_not_belong_to_the_record_are_ignored(run: RunDir, wrong: str) -> None:
     cache.extend_columns(run, finished=True)
     WRONG[wrong](run)
-    plain = scanned(run)
+    plain = scan_record(run)
     same(read_record(run), plain)
     assert not plain.faults
 
@@ -214,7 +214,7 @@ def test_a_damaged_column_has_the_record_scanned_once_by_each_reader(
 ) -> None:
     cache.extend_columns(run, finished=True)
     flip(run, name)
-    plain = scanned(run)
+    plain = scan_record(run)
     same(read_record(run), plain)
     assert parsed_bytes(run, monkeypatch, own_cache=True) == 0
     same(read_record(run), plain)
@@ -230,19 +230,21 @@ def test_a_damaged_column_has_the_record_scanned_once_by_each_reader(
 def test_a_run_that_goes_on_makes_wrong_columns_anew(run: RunDir, wrong: str) -> None:
     cache.extend_columns(run, finished=True)
     WRONG[wrong](run)
-    grown = encode_event(Train(step=STEPS + 1, loss=2.0), 1.0, 9)
+    new_line = encode_event(Train(step=STEPS + 1, loss=2.0), 1.0, 9)
     with cache.columns_written(run), run.events.open("ab") as file:
         if wrong == "record cut":  # as a recorder does that opens it
             data = run.events.read_bytes()
             file.truncate(data.rindex(b"\n") + 1)
-        file.write(grown)
-    same(read_record(run), scanned(run))
+        file.write(new_line)
+    same(read_record(run), scan_record(run))
 
 
 def test_a_tables_name_that_the_record_has_not_is_an_error_with_a_name(run: RunDir) -> None:
     cache.extend_columns(run, finished=True)
     index_with(lambda index: index["tables"].update(other=index["tables"]["train"]))(run)  # type: ignore[attr-defined, index]
-    assert np.array_equal(read_record(run).series("loss").value, scanned(run).series("loss").value)
+    assert np.array_equal(
+        read_record(run).series("loss").value, scan_record(run).series("loss").value
+    )
 
 
 def test_columns_are_readable_by_whom_the_record_is(run: RunDir) -> None:

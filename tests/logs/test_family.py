@@ -24,8 +24,8 @@ def branch(folder: Path, parent: str, name: str, step: int, *, path: str = "") -
     first = Branched(
         name=name, parent=parent, step=step, checkpoint=f"step-{step}", iters=10, decay=10
     )
-    rest = [(start_event(step=step), 1), *steps(step + 1, step + 10)] if step < 30 else []
-    return write(folder / (path or f"{parent}.{name}"), [(first, 0), *rest])
+    events = [(start_event(step=step), 1), *steps(step + 1, step + 10)] if step < 30 else []
+    return write(folder / (path or f"{parent}.{name}"), [(first, 0), *events])
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_family_is_a_tree(folder: Path) -> None:
     for name in ("trunk", "trunk.large", "trunk.small.tiny"):
         assert [
-            (each.name, each.depth, each.branched_at) for each in run_tree(RunDir(folder / name))
+            (row.name, row.depth, row.branched_at) for row in run_tree(RunDir(folder / name))
         ] == [
             ("trunk", 0, None),
             ("trunk.small", 1, 10),
@@ -52,23 +52,23 @@ def test_a_family_is_a_tree(folder: Path) -> None:
 
 
 def test_a_branch_that_has_not_begun_is_stopped_and_can_be_resumed(folder: Path) -> None:
-    found = {row.summary.run.path.name: row for row in list_rows(runs_in(folder))}
-    status = found["trunk.large"].status
+    rows = {row.summary.run.path.name: row for row in list_rows(runs_in(folder))}
+    status = rows["trunk.large"].status
     assert (status.state, status.reason) == ("stopped", "a branch that has not begun")
     assert status.go_on == f"instar resume {folder / 'trunk.large'}"
-    assert row_to_json(found["trunk.large"])["branch_of"] == {
+    assert row_to_json(rows["trunk.large"])["branch_of"] == {
         "run": "trunk",
         "step": 30,
         "name": "large",
     }
-    assert "branch_of" not in row_to_json(found["trunk"])
+    assert "branch_of" not in row_to_json(rows["trunk"])
 
 
 def test_lists_show_the_tree(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["logs", "list", str(folder)]) == 0
     _, *lines = capsys.readouterr().out.splitlines()
-    shown = [re.sub(r"^ *(└ )?([\w.]+) .*", r"\1\2", line) for line in lines]
-    assert shown == ["other", "trunk", "└ trunk.small", "└ trunk.small.tiny", "└ trunk.large"]
+    names = [re.sub(r"^ *(└ )?([\w.]+) .*", r"\1\2", line) for line in lines]
+    assert names == ["other", "trunk", "└ trunk.small", "└ trunk.small.tiny", "└ trunk.large"]
     assert lines[3].startswith("  └ trunk.small.tiny ")
     assert "step 15" in lines[3]
 
@@ -106,5 +106,5 @@ def test_a_report_shows_the_tree(folder: Path) -> None:
 def test_a_record_alone_makes_no_family(tmp_path: Path, parent: str, name: str, path: str) -> None:
     write(tmp_path / "other", [(start_event(), 1), *steps(1, 10)])
     run = branch(tmp_path, parent, name, 10, path=path)
-    assert [each.name for each in run_tree(run)] == (["gone.small"] if parent == "gone" else [])
+    assert [row.name for row in run_tree(run)] == (["gone.small"] if parent == "gone" else [])
     assert run_tree(RunDir(tmp_path / "other")) == ()

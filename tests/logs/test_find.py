@@ -31,7 +31,7 @@ def names(*texts: str) -> list[str]:
 
 @pytest.mark.usefixtures("runs")
 @pytest.mark.parametrize(
-    ("texts", "meant"),
+    ("texts", "expected"),
     [
         ((), ["grow-abcde"]),
         (("latest",), ["grow-abcde"]),
@@ -50,13 +50,13 @@ def names(*texts: str) -> list[str]:
     ],
     ids=lambda value: "+".join(value) if isinstance(value, tuple) else None,
 )
-def test_a_text_means_runs(texts: tuple[str, ...], meant: list[str]) -> None:
-    assert names(*texts) == meant
+def test_a_text_means_runs(texts: tuple[str, ...], expected: list[str]) -> None:
+    assert names(*texts) == expected
 
 
 @pytest.mark.usefixtures("runs")
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("grwo", "no run 'grwo' in runs; did you mean 'grow'?"),
         ("fghjm", "did you mean 'fghjk'?"),
@@ -67,10 +67,10 @@ def test_a_text_means_runs(texts: tuple[str, ...], meant: list[str]) -> None:
         ("", "no run ''"),
     ],
 )
-def test_what_means_no_run_is_told(text: str, said: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_what_means_no_run_is_told(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
         find_runs([text])
-    assert said in str(caught.value)
+    assert message in str(error.value)
 
 
 def test_without_any_run_it_is_said_how_to_start_one(
@@ -86,9 +86,9 @@ def test_a_path_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.M
     write_run(tmp_path / "there" / "runs" / "grow-abcde", {1: 1.0})
     for find in (find_run, lambda text: find_runs([text])):
         for text in ("nowhere/foo", str(tmp_path / "there" / "runs" / "foo")):
-            with pytest.raises(ConfigError) as caught:
+            with pytest.raises(ConfigError) as error:
                 find(text)
-            assert text in str(caught.value)
+            assert text in str(error.value)
         with pytest.raises(ConfigError, match=r"did you mean .*grow-abcde"):
             find("there/runs/grow-abcd")
 

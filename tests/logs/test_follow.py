@@ -33,13 +33,13 @@ def test_each_look_gives_what_was_added_since_the_last_one(path: Path) -> None:
 
 
 def test_a_line_cut_anywhere_comes_once_it_is_whole(path: Path) -> None:
-    whole = line(1) + line(2)
-    for cut in range(len(whole)):
-        path.write_bytes(whole[:cut])
+    text = line(1) + line(2)
+    for cut in range(len(text)):
+        path.write_bytes(text[:cut])
         follower = Follower(path)
         before = follower.poll()
         with path.open("ab") as file:
-            file.write(whole[cut:])
+            file.write(text[cut:])
         assert steps(before + follower.poll()) == [1, 2]
 
 
@@ -80,7 +80,7 @@ def test_a_torn_line_that_a_resume_cut_off_never_shows(path: Path) -> None:
     assert steps(follower.poll()) == [1]
     with Recorder(path) as recorder:
         recorder.write(Train(step=2, loss=2.0))
-    added = follower.poll()
-    assert isinstance(added[0], Warn)
-    assert steps(added) == [2]
+    events = follower.poll()
+    assert isinstance(events[0], Warn)
+    assert steps(events) == [2]
     assert follower.restarts == 0

@@ -78,10 +78,10 @@ Mutation = Callable[[random.Random, bytes], bytes]
 
 
 def flip(draw: random.Random, text: bytes) -> bytes:
-    changed = bytearray(text)
+    content = bytearray(text)
     for _ in range(draw.choice((1, 2, 8, 64))):
-        changed[draw.randrange(len(changed))] ^= 1 << draw.randrange(8)
-    return bytes(changed)
+        content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+    return bytes(content)
 
 
 def cut(draw: random.Random, text: bytes) -> bytes:
@@ -132,22 +132,22 @@ def read_or_refused(run: RunDir) -> RunRecord | RecordError:
 def test_damaged_records_are_read_or_refused(share: int, tmp_path: Path) -> None:
     draw = random.Random(share)
     run = RunDir(tmp_path)
-    refused = 0
+    num_refused = 0
     for _ in range(FILES // SHARES):
         text = WHOLE
         for _ in range(draw.choice((1, 1, 2, 4))):
             text = draw.choice(MUTATIONS)(draw, text) or WHOLE[:1]
         run.events.write_bytes(text)
-        seen = cached_summary(run)
+        summary = cached_summary(run)
         events = Follower(run.events).poll()
         record = read_or_refused(run)
         if isinstance(record, RecordError):
-            refused += 1
+            num_refused += 1
             assert str(run.events) in str(record)
             assert events == []
-            assert seen.fault
+            assert summary.fault
             continue
-        assert not seen.fault
+        assert not summary.fault
         assert len(record.faults) <= 6
         length = 0
         for metric in record.metrics:
@@ -158,4 +158,4 @@ def test_damaged_records_are_read_or_refused(share: int, tmp_path: Path) -> None
                 assert np.isfinite(series.axis(name)).all() or name == "epoch"
             assert len(series.current()) == series.is_current.sum()
         assert length + len(record.events) >= len(events)
-    assert refused < FILES // SHARES // 4
+    assert num_refused < FILES // SHARES // 4

@@ -29,7 +29,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[RunDir]:
     return [make_run(Path("runs"), name, steps=3) for name in ("demo-aaaaa", "demo-bbbbb")]
 
 
-def listed(capsys: Capture, *options: str) -> list[str]:
+def list_ids(capsys: Capture, *options: str) -> list[str]:
     assert main(["logs", "list", "--json", *options]) == 0
     return sorted(row["id"] for row in json.loads(capsys.readouterr().out))
 
@@ -47,9 +47,9 @@ def test_runs_are_tagged_noted_and_archived(runs: list[RunDir], capsys: Capture)
         RunLabels(("lr=1e-3", "paper"), "the best so far"),
         RunLabels(archived=True),
     ]
-    assert listed(capsys) == listed(capsys, "--tag", "paper") == ["aaaaa"]
-    assert listed(capsys, "--tag", "none") == []
-    assert listed(capsys, "--archived") == ["aaaaa", "bbbbb"]
+    assert list_ids(capsys) == list_ids(capsys, "--tag", "paper") == ["aaaaa"]
+    assert list_ids(capsys, "--tag", "none") == []
+    assert list_ids(capsys, "--archived") == ["aaaaa", "bbbbb"]
     assert main(["logs", "list"]) == 0
     header, line = capsys.readouterr().out.splitlines()
     assert header.endswith("tags")

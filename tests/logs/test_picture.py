@@ -31,9 +31,9 @@ def record(tmp_path) -> RunRecord:
     return read_run(tmp_path / "demo-abcde", falling())
 
 
-def drawn(records: list[RunRecord], **wanted) -> Figure:
+def draw_figure(records: list[RunRecord], **request) -> Figure:
     with rc_context(RC):
-        figure = draw(compose(records, ChartRequest(**wanted)))
+        figure = draw(compose(records, ChartRequest(**request)))
         figure.canvas.draw()
         return figure
 
@@ -43,13 +43,13 @@ def texts(figure: Figure) -> list[str]:
 
 
 def test_a_figure_has_its_curves_its_names_and_its_marks(record):
-    figure = drawn([record], lr=True)
+    figure = draw_figure([record], lr=True)
 
-    axes, beside = figure.axes
+    axes, rate_axes = figure.axes
     assert axes.get_title("left") == "demo-abcde"
     assert axes.get_ylabel() == "loss (nats per token)"
     assert axes.get_xlabel() == "step"
-    assert beside.get_ylabel() == "learning rate (10⁻⁶)"
+    assert rate_axes.get_ylabel() == "learning rate (10⁻⁶)"
     legend = [text.get_text() for text in axes.get_legend().get_texts()]
     assert legend == [
         "training loss",
@@ -64,13 +64,13 @@ def test_a_figure_has_its_curves_its_names_and_its_marks(record):
 
 
 def test_panels_share_their_x_axis(record):
-    figure = drawn([record], panels=(("loss",), ("lr",)), axis="tokens", log=True)
+    figure = draw_figure([record], panels=(("loss",), ("lr",)), axis="tokens", log=True)
 
     upper, lower = figure.axes
     assert upper.get_xlim() == lower.get_xlim()
     assert (upper.get_xlabel(), lower.get_xlabel()) == ("", "tokens")
-    shown = [t.get_text() for t in lower.get_xticklabels() if t.get_position()[0] >= 0]
-    assert shown[:3] == ["0", "50k", "100k"]
+    labels = [t.get_text() for t in lower.get_xticklabels() if t.get_position()[0] >= 0]
+    assert labels[:3] == ["0", "50k", "100k"]
     assert lower.get_yscale() == "log"
 
 
@@ -80,7 +80,7 @@ def test_labels_of_marks_lie_over_nothing(tmp_path):
     for number, name in enumerate(names):
         at = 100 + 12 * number
         events.append(OperationEvent(name=name, change=f"{at}→{2 * at}", step=at, tokens=at * 2048))
-    figure = drawn([read_run(tmp_path / "busy", events)])
+    figure = draw_figure([read_run(tmp_path / "busy", events)])
 
     boxes = [t.get_window_extent() for t in figure.axes[0].texts if t.get_text()]
     assert len(boxes) == len(names) + 1
@@ -111,11 +111,11 @@ def test_another_process_draws_the_same_svg(tmp_path):
         "chart = compose([read_record(RunDir(Path(sys.argv[1])))], ChartRequest());"
         "sys.stdout.buffer.write(picture(chart, 'svg'))"
     )
-    told = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code, str(record.run.path)], capture_output=True, check=True
     )
 
-    assert told.stdout == picture(compose([record], ChartRequest()), "svg")
+    assert process.stdout == picture(compose([record], ChartRequest()), "svg")
 
 
 def test_a_png_is_not_empty_and_a_svg_is_xml(record):
@@ -130,13 +130,13 @@ def test_a_png_is_not_empty_and_a_svg_is_xml(record):
 @pytest.mark.parametrize("axis", ["step", "samples", "tokens", "epoch", "flops", "wall_s", "time"])
 @pytest.mark.parametrize("log_x", [False, True])
 def test_every_axis_has_ticks_with_words(record, axis, log_x):
-    figure = drawn([record], axis=axis, log_x=log_x, log=True)
+    figure = draw_figure([record], axis=axis, log_x=log_x, log=True)
 
     axes = figure.axes[0]
     low, high = axes.get_xlim()
-    shown = [t.get_text() for t in axes.get_xticklabels() if low <= t.get_position()[0] <= high]
-    assert len(shown) >= 2
-    assert all(shown)
+    labels = [t.get_text() for t in axes.get_xticklabels() if low <= t.get_position()[0] <= high]
+    assert len(labels) >= 2
+    assert all(labels)
 
 
 def test_names_that_look_like_formulas_or_another_script_are_only_names(tmp_path, recwarn):
@@ -149,9 +149,9 @@ def test_names_that_look_like_formulas_or_another_script_are_only_names(tmp_path
 
 def test_what_was_superseded_is_faint(tmp_path):
     first = [train(step, 9 - step / 10) for step in range(1, 31)]
-    resumed = RunStarted(run_id="drawn", step=20, resumed_from="step-20")
+    resume = RunStarted(run_id="drawn", step=20, resumed_from="step-20")
     second = [(2, train(step, 8 - step / 10)) for step in range(21, 41)]
-    figure = drawn([read_run(tmp_path / "run", [*first, (2, resumed), *second])])
+    figure = draw_figure([read_run(tmp_path / "run", [*first, (2, resume), *second])])
 
     faint = [line for line in figure.axes[0].lines if line.get_alpha() == 0.3]
     assert [line.get_xdata().tolist() for line in faint] == [list(range(20, 31))]
@@ -162,7 +162,7 @@ def test_what_was_superseded_is_faint(tmp_path):
 def test_the_legend_is_below_its_curves_with_short_names(tmp_path):
     SCENES["eight"](tmp_path)
     records = [read_record(run) for run in runs_in(tmp_path)][:6]
-    figure = drawn(records, panels=(("loss", "val/loss"), ("grad_norm", "lr")), lr=True)
+    figure = draw_figure(records, panels=(("loss", "val/loss"), ("grad_norm", "lr")), lr=True)
 
     for axes in (figure.axes[0], figure.axes[1]):
         box = axes.get_legend().get_window_extent()
@@ -170,9 +170,9 @@ def test_the_legend_is_below_its_curves_with_short_names(tmp_path):
         assert box.x0 >= 0
         assert box.x1 <= figure.bbox.x1
         assert box.y0 >= 0
-    shown = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
-    assert "lr2e-3-seed1" in shown
-    assert {"growth", "settings change"} <= set(shown)
+    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert "lr2e-3-seed1" in labels
+    assert {"growth", "settings change"} <= set(labels)
     shades = {text.get_color() for text in figure.axes[0].texts if "mlp" in text.get_text()}
     assert len(shades) == len(records)
 
@@ -199,7 +199,7 @@ def test_names_are_shortened_until_they_would_be_equal(names, short):
 
 
 def test_a_single_point_is_seen(tmp_path):
-    figure = drawn([read_run(tmp_path / "run", [train(1, 3.0)])])
+    figure = draw_figure([read_run(tmp_path / "run", [train(1, 3.0)])])
 
     assert any(line.get_marker() == "o" for line in figure.axes[0].lines)
 

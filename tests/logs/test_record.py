@@ -52,8 +52,8 @@ def steps(record: RunRecord, metric: str = "loss") -> list[int]:
 def test_made_lines_have_the_form_that_is_written(tmp_path: Path) -> None:
     run = make_run(tmp_path / "made", 40, rewinds=1)
     events = list(read_events(run.events))
-    written = b"".join(encode_event(event, event.time, event.segment) for event in events)
-    assert written == run.events.read_bytes()
+    content = b"".join(encode_event(event, event.time, event.segment) for event in events)
+    assert content == run.events.read_bytes()
 
 
 def test_every_metric_is_a_column_with_its_axes(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_every_metric_is_a_column_with_its_axes(tmp_path: Path) -> None:
     assert record.series("loss").value.tolist() == [3, 2]
     assert record.series("other").step.tolist() == [11]
     assert record.series("val/acc").value.tolist() == [0.7]
-    assert [type(logged.event) for logged in record.events] == [RunStarted, Stop]
+    assert [type(entry.event) for entry in record.events] == [RunStarted, Stop]
     assert record.end == (tmp_path / "events.jsonl").stat().st_size
 
 
@@ -104,16 +104,16 @@ def test_values_that_are_no_numbers_come_back(tmp_path: Path) -> None:
 
 
 def test_a_torn_last_line_is_passed_over_in_silence(tmp_path: Path) -> None:
-    whole = train(1) + train(2)
-    for cut in range(len(train(1)), len(whole)):
-        record = reading(tmp_path, whole[:cut])
+    text = train(1) + train(2)
+    for cut in range(len(train(1)), len(text)):
+        record = reading(tmp_path, text[:cut])
         assert steps(record) == [1]
         assert record.faults == ()
         assert record.end == len(train(1))
 
 
 @pytest.mark.parametrize(
-    ("bad", "said"),
+    ("bad", "message"),
     [
         (train(5)[:40] + b"\n", "not a whole line of JSON"),
         (train(5)[:40] + train(6), "not a whole line of JSON"),
@@ -135,20 +135,20 @@ def test_a_torn_last_line_is_passed_over_in_silence(tmp_path: Path) -> None:
     ids=lambda value: value if isinstance(value, str) else None,
 )  # fmt: skip
 def test_a_line_that_is_no_event_is_passed_over_and_told_of(
-    bad: bytes, said: str, tmp_path: Path
+    bad: bytes, message: str, tmp_path: Path
 ) -> None:
     record = reading(tmp_path, train(1), bad, train(9))
     assert steps(record) == [1, 9]
     (fault,) = record.faults
     assert fault.startswith(f"{tmp_path / 'events.jsonl'}:2: ")
-    assert said in fault
+    assert message in fault
 
 
 def test_two_events_in_one_line_are_a_fault_whatever_follows(tmp_path: Path) -> None:
-    both = line(Warn(message="a"))[:-1] + line(Warn(message="b"))
-    record = reading(tmp_path, train(1), both, b"\n", line(Warn(message="c")), train(2))
+    two_events = line(Warn(message="a"))[:-1] + line(Warn(message="b"))
+    record = reading(tmp_path, train(1), two_events, b"\n", line(Warn(message="c")), train(2))
     assert steps(record) == [1, 2]
-    assert [getattr(logged.event, "message", "") for logged in record.events] == ["c"]
+    assert [getattr(entry.event, "message", "") for entry in record.events] == ["c"]
     assert len(record.faults) == 1
 
 
@@ -159,24 +159,24 @@ def test_of_many_such_lines_the_first_are_told_and_the_rest_counted(tmp_path: Pa
 
 
 def test_what_a_newer_instar_adds_is_kept_or_ignored(tmp_path: Path) -> None:
-    added = b'{"v":1,"kind":"mutation","time":3.0,"segment":1,"gene":"NaN"}\n'
+    mutation = b'{"v":1,"kind":"mutation","time":3.0,"segment":1,"gene":"NaN"}\n'
     field = b'{"v":1,"kind":"train","step":2,"loss":1.0,"mood":"good"}\n'
-    record = reading(tmp_path, train(1), added, b"\n  \r\n", field)
+    record = reading(tmp_path, train(1), mutation, b"\n  \r\n", field)
     assert steps(record) == [1, 2]
     assert record.faults == ()
-    (logged,) = record.events
-    assert isinstance(logged.event, Unrecognised)
-    assert (logged.event.name, logged.event.time) == ("mutation", 3.0)
+    (entry,) = record.events
+    assert isinstance(entry.event, Unrecognised)
+    assert (entry.event.name, entry.event.time) == ("mutation", 3.0)
 
 
-@pytest.mark.parametrize("nothing", [b"", b"{", train(1)[:60], train(1)[:-1]])
-def test_a_record_without_anything_is_empty(nothing: bytes, tmp_path: Path) -> None:
-    record = reading(tmp_path, nothing)
+@pytest.mark.parametrize("content", [b"", b"{", train(1)[:60], train(1)[:-1]])
+def test_a_record_without_anything_is_empty(content: bytes, tmp_path: Path) -> None:
+    record = reading(tmp_path, content)
     assert (record.metrics, record.events, record.faults) == ((), (), ())
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (b"\0" * 5000, "NUL bytes"),
         (b"\n\n", "blank lines"),
@@ -194,11 +194,11 @@ def test_a_record_without_anything_is_empty(nothing: bytes, tmp_path: Path) -> N
     ids=lambda value: value if isinstance(value, str) else None,
 )
 def test_a_file_without_any_event_is_refused_with_what_it_looks_like(
-    content: bytes, said: str, tmp_path: Path
+    content: bytes, message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(RecordError, match="is not the record of a run") as caught:
+    with pytest.raises(RecordError, match="is not the record of a run") as error:
         reading(tmp_path, content)
-    assert said in str(caught.value)
+    assert message in str(error.value)
 
 
 def test_a_record_that_is_not_there_or_a_folder_is_refused(tmp_path: Path) -> None:
@@ -237,28 +237,33 @@ def test_what_a_later_segment_superseded_is_masked_and_can_be_had(tmp_path: Path
     series = record.series("loss")
     assert series.current().step.tolist() == list(range(1, 101))
     assert series.current().value.tolist() == [1.0] * 50 + [2.0] * 25 + [3.0] * 25
-    superseded = series.take(~series.is_current)
-    assert superseded.step.tolist() == [*range(51, 81), *range(76, 121)]
+    old_series = series.take(~series.is_current)
+    assert old_series.step.tolist() == [*range(51, 81), *range(76, 121)]
 
 
 def test_a_run_descends_from_the_segment_that_saved_its_checkpoint(tmp_path: Path) -> None:
-    def saved(segment: int, step: int, name: str) -> bytes:
+    def saved_line(segment: int, step: int, name: str) -> bytes:
         return line(Saved(step=step, path=f"/runs/r/checkpoints/{name}"), segment)
 
     parts = [
-        *(start(1, 0), segment_of(1, 1, 80), saved(1, 50, "step-50"), saved(1, 75, "step-75")),
-        *(start(2, 50, "step-50"), segment_of(2, 51, 120), saved(2, 75, "step-75.1")),
+        *(
+            start(1, 0),
+            segment_of(1, 1, 80),
+            saved_line(1, 50, "step-50"),
+            saved_line(1, 75, "step-75"),
+        ),
+        *(start(2, 50, "step-50"), segment_of(2, 51, 120), saved_line(2, 75, "step-75.1")),
     ]
     first = reading(tmp_path, *parts, start(3, 75, "step-75"), segment_of(3, 76, 90))
     assert first.series("loss").current().value.tolist() == [1.0] * 75 + [3.0] * 15
     second = reading(tmp_path, *parts, start(3, 75, "step-75.1"), segment_of(3, 76, 90))
     assert second.series("loss").current().value.tolist() == [1.0] * 50 + [2.0] * 25 + [3.0] * 15
-    assert [logged.is_current for logged in second.of(Saved)] == [True, False, True]
+    assert [entry.is_current for entry in second.of(Saved)] == [True, False, True]
 
 
 def test_a_segment_whose_beginning_was_lost_still_supersedes(tmp_path: Path) -> None:
-    torn = start(2, 50)[:30] + b"\n"
-    record = reading(tmp_path, start(1, 0), segment_of(1, 1, 80), torn, segment_of(2, 51, 90))
+    torn_line = start(2, 50)[:30] + b"\n"
+    record = reading(tmp_path, start(1, 0), segment_of(1, 1, 80), torn_line, segment_of(2, 51, 90))
     assert record.series("loss").current().step.tolist() == list(range(1, 91))
 
 
@@ -270,35 +275,35 @@ def test_a_record_without_any_start_is_read(tmp_path: Path) -> None:
 def histories(draw: st.DrawFn) -> list[tuple[int, int | None, int]]:
     """Segments: the step from which one goes on, which one's checkpoint that is (None: not
     said), and its last step; checkpoints are after every step."""
-    made: list[tuple[int, int | None, int]] = [(0, None, draw(st.integers(0, 20)))]
+    segments: list[tuple[int, int | None, int]] = [(0, None, draw(st.integers(0, 20)))]
     for number in range(1, draw(st.integers(1, 6))):
         parent = draw(st.integers(0, number - 1))
-        begin = draw(st.integers(made[parent][0], made[parent][2]))
-        told = draw(st.booleans()) and begin > made[parent][0]
-        if not told:
-            begin = draw(st.integers(0, made[-1][2]))
-        made.append((begin, parent if told else None, begin + draw(st.integers(0, 20))))
-    return made
+        begin = draw(st.integers(segments[parent][0], segments[parent][2]))
+        names_parent = draw(st.booleans()) and begin > segments[parent][0]
+        if not names_parent:
+            begin = draw(st.integers(0, segments[-1][2]))
+        segments.append((begin, parent if names_parent else None, begin + draw(st.integers(0, 20))))
+    return segments
 
 
 @given(histories())
 def test_one_curve_descends_from_the_newest_segment(
     tmp_path_factory: pytest.TempPathFactory, history: list[tuple[int, int | None, int]]
 ) -> None:
-    parts, written = [], []
+    parts, rows = [], []
     for number, (begin, parent, end) in enumerate(history, 1):
         name = None if parent is None else f"{parent + 1}-{begin}"
         parts.append(start(number, begin, name))
         for step in range(begin + 1, end + 1):
             parts.append(line(Train(step=step, loss=float(number)), number))
             parts.append(line(Saved(step=step, path=f"c/{number}-{step}"), number))
-            written.append((step, number))
+            rows.append((step, number))
     record = reading(tmp_path_factory.mktemp("run"), *parts)
     if "loss" not in record:
-        assert written == []
+        assert rows == []
         return
     series = record.series("loss")
-    assert list(zip(series.step.tolist(), series.segment.tolist(), strict=True)) == written
+    assert list(zip(series.step.tolist(), series.segment.tolist(), strict=True)) == rows
     current = series.current()
     # plainly: each step of the newest segment, then of what it grew out of, as far as it did
     expected: dict[int, int] = {}
@@ -326,4 +331,4 @@ def test_spikes_and_rewinds_of_a_made_run_are_there(tmp_path: Path) -> None:
 
 def test_a_warning_has_no_place_and_always_counts(tmp_path: Path) -> None:
     record = reading(tmp_path, start(1, 0), line(Warn(message="x", step=9)), start(2, 0))
-    assert [logged.is_current for logged in record.events] == [True, True, True]
+    assert [entry.is_current for entry in record.events] == [True, True, True]

@@ -46,19 +46,19 @@ JSON = msgspec.json.Decoder()
 class Story:
     """A run's events replayed as one would by hand: a checkpoint remembers all that led to it."""
 
-    kept: list[dict[str, Any]] = field(default_factory=list)
-    saved: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    by_checkpoint: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def tell(self, event: dict[str, Any]) -> None:
         if event["kind"] == "run_started" and event.get("resumed_from"):
-            self.kept = list(self.saved[event["resumed_from"]])
-        self.kept.append(event)
+            self.events = list(self.by_checkpoint[event["resumed_from"]])
+        self.events.append(event)
         if event["kind"] == "checkpoint":
             name = Path(event["path"]).name
-            self.saved[name] = [e for e in self.kept if e.get("step", 0) <= event["step"]]
+            self.by_checkpoint[name] = [e for e in self.events if e.get("step", 0) <= event["step"]]
 
     def of(self, kind: str) -> list[dict[str, Any]]:
-        return [event for event in self.kept if event["kind"] == kind]
+        return [event for event in self.events if event["kind"] == kind]
 
 
 @dataclass(frozen=True)
@@ -91,23 +91,23 @@ def run(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Resumed:
         words += [] if start is None else ["--from", start]
         children = place.instar(*words, *until, ranks=ranks)
         assert set(codes(children)) == {0}, output_of(children)
-    story, found = Story(), events(path)
-    for event in found:
+    story, run_events = Story(), events(path)
+    for event in run_events:
         story.tell(event)
-    return Resumed(place, path, found, story)
+    return Resumed(place, path, run_events, story)
 
 
-def ids(found: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    return [(event["step"], event["segment"]) for event in found]
+def ids(run_events: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    return [(event["step"], event["segment"]) for event in run_events]
 
 
 def test_the_story_is_what_was_meant(run: Resumed) -> None:
     """The reference itself, against what the branches were chosen for."""
-    wanted = [(step, 1) for step in range(1, 9)] + [(step, 2) for step in range(9, 14)]
-    wanted += [(step, 4) for step in range(14, 25)]
-    assert ids(run.story.of("train")) == wanted
-    grown = [(e["name"], e["step"]) for e in run.story.of("operation") if e["verb"] == "GROW"]
-    assert grown == [("widen_mlp", 10), ("insert_layers", 15)]
+    expected = [(step, 1) for step in range(1, 9)] + [(step, 2) for step in range(9, 14)]
+    expected += [(step, 4) for step in range(14, 25)]
+    assert ids(run.story.of("train")) == expected
+    growths = [(e["name"], e["step"]) for e in run.story.of("operation") if e["verb"] == "GROW"]
+    assert growths == [("widen_mlp", 10), ("insert_layers", 15)]
     starts = [e.get("resumed_from") for e in run.of("run_started")]
     assert starts == [None, "step-8", "step-16", "step-13"]
 
@@ -133,46 +133,46 @@ def test_every_curve_is_one_and_rises_on_every_axis(run: Resumed) -> None:
 
 
 def test_summary(run: Resumed) -> None:
-    (told,) = JSON.decode(run.instar("logs", "summary", run.path, "--json"))
+    (summary,) = JSON.decode(run.instar("logs", "summary", run.path, "--json"))
     steps, held_out = run.story.of("train"), run.story.of("eval")
     best = min(held_out, key=lambda e: e["loss"])
-    assert told["state"] == "finished"
-    assert told["segments"] == len(BRANCHES)
-    for found, event in (
-        (told["last"]["loss"], steps[-1]),
-        (told["last"]["val/loss"], held_out[-1]),
-        (told["best"]["val/loss"], best),
+    assert summary["state"] == "finished"
+    assert summary["segments"] == len(BRANCHES)
+    for metric, event in (
+        (summary["last"]["loss"], steps[-1]),
+        (summary["last"]["val/loss"], held_out[-1]),
+        (summary["best"]["val/loss"], best),
     ):
-        assert (found["value"], found["step"]) == (event["loss"], event["step"])
+        assert (metric["value"], metric["step"]) == (event["loss"], event["step"])
     for axis in ("step", "samples", "tokens", "flops", "active_s"):
-        assert told[axis] == steps[-1][axis]
-    shown = [(e["name"], e["step"], e["segment"]) for e in told["operations"]]
-    assert shown == [(e["name"], e["step"], e["segment"]) for e in run.story.of("operation")]
-    assert told["memory_peak_bytes"] == max(e["memory_bytes"] for e in run.of("train"))
-    assert told["model"].startswith("3L")
-    assert told["world_size"] == 2
+        assert summary[axis] == steps[-1][axis]
+    operations = [(e["name"], e["step"], e["segment"]) for e in summary["operations"]]
+    assert operations == [(e["name"], e["step"], e["segment"]) for e in run.story.of("operation")]
+    assert summary["memory_peak_bytes"] == max(e["memory_bytes"] for e in run.of("train"))
+    assert summary["model"].startswith("3L")
+    assert summary["world_size"] == 2
 
 
 def test_export_has_what_counts_and_on_request_what_does_not(run: Resumed) -> None:
-    for words, wanted in (((), run.story.of("train")), (("--superseded",), run.of("train"))):
+    for words, expected in (((), run.story.of("train")), (("--superseded",), run.of("train"))):
         text = run.instar("logs", "export", run.path, "--to", "csv", *words)
         rows = [row for row in csv.DictReader(io.StringIO(text)) if row["loss"]]
-        told = sorted((int(r["segment"]), int(r["step"]), float(r["loss"])) for r in rows)
-        assert told == sorted((e["segment"], e["step"], e["loss"]) for e in wanted)
+        actual = sorted((int(r["segment"]), int(r["step"]), float(r["loss"])) for r in rows)
+        assert actual == sorted((e["segment"], e["step"], e["loss"]) for e in expected)
 
 
 def test_events_say_which_of_them_were_superseded(run: Resumed) -> None:
-    told = JSON.decode(run.instar("logs", "events", run.path, "--superseded", "--json"))
-    assert len(told) == len(run.events)
-    counting = [e for e in told if not e.get("superseded") and "step" in e]
+    rows = JSON.decode(run.instar("logs", "events", run.path, "--superseded", "--json"))
+    assert len(rows) == len(run.events)
+    counting = [e for e in rows if not e.get("superseded") and "step" in e]
     kinds = ("train", "eval", "operation", "checkpoint", "sample", "layers")
     for kind in kinds:
         assert ids([e for e in counting if e["kind"] == kind]) == ids(run.story.of(kind)), kind
 
 
 def test_tail(run: Resumed) -> None:
-    told = JSON.decode(run.instar("logs", "tail", run.path, "--json", "-n", 30))
-    assert [(e["kind"], e["time"]) for e in told] == [
+    rows = JSON.decode(run.instar("logs", "tail", run.path, "--json", "-n", 30))
+    assert [(e["kind"], e["time"]) for e in rows] == [
         (e["kind"], e["time"]) for e in run.events[-30:]
     ]
     assert "resumed" in run.instar("logs", "tail", run.path, "-n", len(run.events))
@@ -185,17 +185,17 @@ def test_compare_at_equal_steps(run: Resumed) -> None:
     for name in ("run.yaml", "events.jsonl"):
         (copy / name).write_bytes((run.path / name).read_bytes())
     words = ("logs", "compare", run.path, copy, "--json", "--metric", "loss")
-    told = JSON.decode(run.instar(*words))
+    comparison = JSON.decode(run.instar(*words))
     losses = {e["step"]: e["loss"] for e in run.story.of("train")}
-    assert len(told["metrics"]["loss"]) == 2
-    for cells in told["metrics"]["loss"].values():
-        for place, cell in zip(told["places"], cells, strict=True):
+    assert len(comparison["metrics"]["loss"]) == 2
+    for cells in comparison["metrics"]["loss"].values():
+        for place, cell in zip(comparison["places"], cells, strict=True):
             assert cell["mean"] == pytest.approx(losses[int(place["amount"])])
 
 
 def test_plot(run: Resumed) -> None:
-    told = JSON.decode(run.instar("logs", "plot", run.path, "--metrics", "loss", "--json"))
-    (curve,) = told["panels"][0]["curves"]
+    chart = JSON.decode(run.instar("logs", "plot", run.path, "--metrics", "loss", "--json"))
+    (curve,) = chart["panels"][0]["curves"]
     assert curve["x"] == [e["step"] for e in run.story.of("train")]
     assert curve["value"] == [e["loss"] for e in run.story.of("train")]
     picture = run.path / "curves.svg"
@@ -207,23 +207,25 @@ def check_curve(run: Resumed, curve: dict[str, Any]) -> None:
     steps = run.story.of("train")
     assert curve["x"]["step"] == [e["step"] for e in steps]
     assert curve["value"] == pytest.approx([e["loss"] for e in steps], rel=1e-4)
-    lost = {part["segment"]: part for part in curve["superseded"]}
-    kept = set(ids(steps))
-    gone = [e for e in run.of("train") if (e["step"], e["segment"]) not in kept]
-    for segment, its in itertools.groupby(gone, lambda e: e["segment"]):
-        found = list(its)
-        assert lost[segment]["x"]["step"] == [e["step"] for e in found]
-        assert lost[segment]["value"] == pytest.approx([e["loss"] for e in found], rel=1e-4)
-    assert set(lost) == {e["segment"] for e in gone}
+    old_parts = {part["segment"]: part for part in curve["superseded"]}
+    current_ids = set(ids(steps))
+    old_events = [e for e in run.of("train") if (e["step"], e["segment"]) not in current_ids]
+    for segment, group in itertools.groupby(old_events, lambda e: e["segment"]):
+        part_events = list(group)
+        assert old_parts[segment]["x"]["step"] == [e["step"] for e in part_events]
+        assert old_parts[segment]["value"] == pytest.approx(
+            [e["loss"] for e in part_events], rel=1e-4
+        )
+    assert set(old_parts) == {e["segment"] for e in old_events}
 
 
 def check_marks(run: Resumed, marks: list[dict[str, Any]]) -> None:
-    begun = [mark for mark in marks if mark["kind"] == "resume"]
-    assert [mark["x"]["step"] for mark in begun] == [8, 16, 13]
+    resumes = [mark for mark in marks if mark["kind"] == "resume"]
+    assert [mark["x"]["step"] for mark in resumes] == [8, 16, 13]
     counting = [m["x"]["step"] for m in marks if m["kind"] == "operation" and not m["superseded"]]
     assert counting == [e["step"] for e in run.story.of("operation")]
-    gone = sum(m["superseded"] for m in marks if m["kind"] == "operation")
-    assert gone == len(run.of("operation")) - len(counting)
+    num_superseded = sum(m["superseded"] for m in marks if m["kind"] == "operation")
+    assert num_superseded == len(run.of("operation")) - len(counting)
 
 
 @needs("board")
@@ -232,11 +234,11 @@ def test_the_report(run: Resumed) -> None:
     for name in ("report.html", "told.html"):
         text = (run.path / name).read_text("utf-8")
         (data,) = re.findall(r'<script[^>]*id="data"[^>]*>(.*?)</script>', text, re.DOTALL)
-        (told,) = JSON.decode(data)["answers"]["/api/curves"]["runs"]
-        check_curve(run, told["series"]["loss"])
-        check_marks(run, told["marks"])
-        found = JSON.decode(data)["answers"]["/api/runs/0/stages"]["sections"]
-        (stages,) = [each for each in found if each.get("title") == "Stages"]
+        (curves,) = JSON.decode(data)["answers"]["/api/curves"]["runs"]
+        check_curve(run, curves["series"]["loss"])
+        check_marks(run, curves["marks"])
+        sections = JSON.decode(data)["answers"]["/api/runs/0/stages"]["sections"]
+        (stages,) = [section for section in sections if section.get("title") == "Stages"]
         assert [row[2][:2] for row in stages["rows"]] == ["2L", "2L", "3L"]
 
 
@@ -251,8 +253,8 @@ def test_the_dashboard(run: Resumed) -> None:
 
         keys = [row["key"] for row in ask("/api/runs")["rows"]]
         (key,) = [key for key in keys if "ab3cd" in key]
-        (told,) = ask(f"/api/curves?run={key}&metric=loss")["runs"]
-        check_curve(run, told["series"]["loss"])
-        check_marks(run, told["marks"])
+        (curves,) = ask(f"/api/curves?run={key}&metric=loss")["runs"]
+        check_curve(run, curves["series"]["loss"])
+        check_marks(run, curves["marks"])
         summary = ask(f"/api/runs/{key}/summary")
         assert summary["last"]["loss"]["value"] == run.story.of("train")[-1]["loss"]

@@ -44,9 +44,9 @@ def one_by_one(text: bytes) -> Expected:
     """What whole lines hold, each decoded by itself: the measurements of each table, other events'
     lines, the numbers of lines that are no events, how many lines, and the byte behind them."""
     tables: dict[str, list[Any]] = {}
-    others, faults = [], []
-    whole = text[: text.rfind(b"\n") + 1]
-    for number, line in enumerate(whole.split(b"\n")[:-1], 1):
+    other_lines, faults = [], []
+    whole_lines = text[: text.rfind(b"\n") + 1]
+    for number, line in enumerate(whole_lines.split(b"\n")[:-1], 1):
         if not line.strip():
             continue
         try:
@@ -63,23 +63,23 @@ def one_by_one(text: bytes) -> Expected:
         elif isinstance(event, ExtensionEvent):
             tables.setdefault(event.table, []).append(event)
         else:
-            others.append(line)
-    return tables, others, faults, whole.count(b"\n"), len(whole)
+            other_lines.append(line)
+    return tables, other_lines, faults, whole_lines.count(b"\n"), len(whole_lines)
 
 
 def bits(values: Any) -> list[int]:
-    found: list[int] = np.ascontiguousarray(values, "<f8").view("<i8").tolist()
-    return found
+    integers: list[int] = np.ascontiguousarray(values, "<f8").view("<i8").tolist()
+    return integers
 
 
-def check(found: Content, expected: Expected) -> None:
-    tables, others, faults, count, end = expected
-    assert list(found.events) == others
-    assert (found.lines, found.end, found.passed_over) == (count, end, len(faults))
-    assert [number for number, _ in found.faults] == faults[:MAX_FAULTS]
-    assert set(found.tables) == set(tables)
+def check(content: Content, expected: Expected) -> None:
+    tables, other_lines, faults, count, end = expected
+    assert list(content.events) == other_lines
+    assert (content.lines, content.end, content.passed_over) == (count, end, len(faults))
+    assert [number for number, _ in content.faults] == faults[:MAX_FAULTS]
+    assert set(content.tables) == set(tables)
     for name, events in tables.items():
-        check_table(found.tables[name], events)
+        check_table(content.tables[name], events)
 
 
 def check_table(table: MetricTable, events: list[Any]) -> None:
@@ -138,7 +138,7 @@ finite = st.floats(0, 1e300)
 names = st.one_of(
     st.sampled_from(["scale", *TRAIN_METRICS, '"loss":1,', "val/loss", "}\n{"]), st.text(max_size=3)
 )
-some = st.dictionaries(names, numbers, max_size=2)
+layer_values = st.dictionaries(names, numbers, max_size=2)
 places: dict[str, Any] = {
     "step": counts,
     "samples": counts,
@@ -158,10 +158,15 @@ trains = st.builds(
     mfu=st.none() | numbers,
     data_wait=st.none() | numbers,
     memory_bytes=st.none() | counts,
-    extra=st.just({}) | some,
+    extra=st.just({}) | layer_values,
 )
 evals = st.builds(
-    Eval, **places, split=st.sampled_from(["val", "test"]), loss=numbers, extra=some, errors=some
+    Eval,
+    **places,
+    split=st.sampled_from(["val", "test"]),
+    loss=numbers,
+    extra=layer_values,
+    errors=layer_values,
 )
 FIELDS = {
     "delta": {
@@ -172,15 +177,15 @@ FIELDS = {
         "stall_s": numbers,
         "density": st.none() | numbers,
         "overlap": st.none() | numbers,
-        "layers": some,
+        "layers": layer_values,
     },
-    "foreign": {"values": some},
+    "foreign": {"values": layer_values},
 }
 """of the events of extensions"""
 of_extensions = [st.builds(kind, **places, **FIELDS[name]) for name, kind in event_types().items()]
-others = st.one_of(
+other_events = st.one_of(
     evals,
-    st.builds(Layers, **places, grad_norm=some, update_ratio=some),
+    st.builds(Layers, **places, grad_norm=layer_values, update_ratio=layer_values),
     *of_extensions,
     st.builds(RunStarted, run_id=st.text(max_size=3), step=counts),
     st.builds(Saved, step=counts, path=st.text(max_size=5)),
@@ -216,8 +221,8 @@ def foreign(draw: st.DrawFn) -> bytes:
 
 
 @st.composite
-def damaged(draw: st.DrawFn) -> bytes:
-    line = bytearray(encode_event(draw(trains | others), 1.0, 1)[:-1])
+def damaged_lines(draw: st.DrawFn) -> bytes:
+    line = bytearray(encode_event(draw(trains | other_events), 1.0, 1)[:-1])
     place = draw(st.integers(0, len(line) - 1))
     match draw(st.integers(0, 2)):
         case 0:
@@ -229,15 +234,17 @@ def damaged(draw: st.DrawFn) -> bytes:
     return bytes(line)
 
 
-written = st.builds(
+event_lines = st.builds(
     lambda event, time, segment: encode_event(event, time, segment)[:-1],
-    trains | trains | others,
+    trains | trains | other_events,
     st.floats(0, 2e11),
     st.integers(1, 3),
 )
-any_line = st.one_of(written, written, written, foreign(), damaged(), st.sampled_from(LOST))
+any_line = st.one_of(
+    event_lines, event_lines, event_lines, foreign(), damaged_lines(), st.sampled_from(LOST)
+)
 records = st.builds(
-    lambda parts, torn: b"".join(part + b"\n" for part in parts) + torn,
+    lambda parts, tail: b"".join(part + b"\n" for part in parts) + tail,
     st.lists(any_line, max_size=12),
     st.sampled_from([b"", b"{", b'{"v":1,"kind":"train","step":1,"loss":1}']),
 )
@@ -251,33 +258,33 @@ def test_any_record_is_read_as_line_by_line(
     tmp_path: Path, text: bytes, block: int, piece: int
 ) -> None:
     expected = one_by_one(text)
-    for found in in_all_ways(tmp_path / "events.jsonl", text, block, piece):
-        check(found, expected)
+    for content in in_all_ways(tmp_path / "events.jsonl", text, block, piece):
+        check(content, expected)
 
 
 def test_every_odd_value_in_every_field_is_read_as_line_by_line(tmp_path: Path) -> None:
-    whole = {"v": 1, "kind": "train", "time": 1.0, "segment": 1, "step": 3, "samples": 1}
-    whole |= {"tokens": 1, "epoch": 0.5, "flops": 1.0, "wall_s": 1.0, "active_s": 1.0, "loss": 2.0}
-    whole |= {"lr": 0.1, "memory_bytes": 1, "extra": {"a": 1.0}}
-    sound = json.dumps(whole).encode() + b"\n"
-    for key in whole:
+    fields = {"v": 1, "kind": "train", "time": 1.0, "segment": 1, "step": 3, "samples": 1}
+    fields |= {"tokens": 1, "epoch": 0.5, "flops": 1.0, "wall_s": 1.0, "active_s": 1.0, "loss": 2.0}
+    fields |= {"lr": 0.1, "memory_bytes": 1, "extra": {"a": 1.0}}
+    sound = json.dumps(fields).encode() + b"\n"
+    for key in fields:
         for value in NUMBERS:
-            odd = json.dumps(whole | {key: value}).encode() + b"\n"
+            odd = json.dumps(fields | {key: value}).encode() + b"\n"
             text = sound + odd + sound
-            for found in in_all_ways(tmp_path / "events.jsonl", text, 1 << 18, 1 << 18):
-                check(found, one_by_one(text))
+            for content in in_all_ways(tmp_path / "events.jsonl", text, 1 << 18, 1 << 18):
+                check(content, one_by_one(text))
 
 
 @pytest.mark.repeated
 def test_bytes_of_a_real_record_changed_at_random_are_read_as_line_by_line(tmp_path: Path) -> None:
-    whole = b"".join(lines(60, 3, evals=6, rewinds=2))
+    original = b"".join(lines(60, 3, evals=6, rewinds=2))
     draw = random.Random(5)
     for _ in range(times(100, 300)):
-        text = bytearray(whole)
+        text = bytearray(original)
         for _ in range(draw.choice((1, 5, 50))):
             text[draw.randrange(len(text))] = draw.choice(b'0123456789.-eE+,:{}[]"\n \0')
-        for found in in_all_ways(tmp_path / "events.jsonl", bytes(text), 2000, 3000):
-            check(found, one_by_one(bytes(text)))
+        for content in in_all_ways(tmp_path / "events.jsonl", bytes(text), 2000, 3000):
+            check(content, one_by_one(bytes(text)))
 
 
 def test_a_metric_that_was_measured_as_nan_is_there(tmp_path: Path) -> None:
@@ -300,10 +307,10 @@ def test_a_record_with_more_places_for_numbers_than_it_could_fill_is_refused(
         wide + b"".join(encode_event(Train(step=n, loss=1.0), 1.0, 1) for n in range(20))
     )
     assert len(scan(path).tables["train"].metrics) == 501
-    many = [
+    varied_lines = [
         encode_event(Train(step=n, loss=1.0, extra={f"m{n}": 1.0}), 1.0, 1) for n in range(5000)
     ]
-    path.write_bytes(b"".join(many))
+    path.write_bytes(b"".join(varied_lines))
     with pytest.raises(RecordError, match=r"metrics of [\d,]+ measurements are more"):
         scan(path)
     later = [encode_event(Train(step=n, loss=1.0), 1.0, 1) for n in range(5000)]

@@ -43,10 +43,10 @@ def test_a_constant_stays_what_it_is_from_the_first_point_on(value, count, weigh
 
 def test_what_is_given_is_not_touched():
     values = np.array([1.0, 2.0])
-    smoothed = smooth(values, 0.5)
+    result = smooth(values, 0.5)
 
     assert values.tolist() == [1.0, 2.0]
-    assert smoothed.tolist() == pytest.approx([1.0, 5 / 3])
+    assert result.tolist() == pytest.approx([1.0, 5 / 3])
 
 
 @pytest.mark.parametrize("weight", [-0.1, 1.0, math.nan])

@@ -43,7 +43,7 @@ def cache_of(run: RunDir) -> Path:
     return folder
 
 
-def alone(run: RunDir) -> RunRecord:
+def read_alone(run: RunDir) -> RunRecord:
     """As one process reads it that looks at one line after another."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache, "read_content", lambda run: scan(run.events))
@@ -56,7 +56,7 @@ def not_at_once(_: bytes) -> list[Any]:
 
 
 def test_processes_read_a_long_record_as_one_does(long: RunDir) -> None:
-    expected = alone(long)
+    expected = read_alone(long)
     assert len(expected.faults) == MAX_FAULTS + 1
     assert not expected.series("loss").is_current.all()
     same(read_record(long), expected)
@@ -65,20 +65,20 @@ def test_processes_read_a_long_record_as_one_does(long: RunDir) -> None:
 
 
 def test_processes_go_on_behind_what_the_cache_holds(long: RunDir) -> None:
-    whole = long.events.read_bytes()
-    long.events.write_bytes(whole[: len(whole) // 3])
+    content = long.events.read_bytes()
+    long.events.write_bytes(content[: len(content) // 3])
     read_record(long)
     with long.events.open("ab") as file:
-        file.write(whole[len(whole) // 3 :])
-    same(read_record(long), alone(long))
-    assert cache.cached_bytes(long.events, cache_of(long)) > len(whole) - 1000
+        file.write(content[len(content) // 3 :])
+    same(read_record(long), read_alone(long))
+    assert cache.cached_bytes(long.events, cache_of(long)) > len(content) - 1000
 
 
 def test_processes_read_a_long_record_that_cannot_be_cached(
     long: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("INSTAR_CACHE_DIR", "/proc/no-cache")
-    same(read_record(long), alone(long))
+    same(read_record(long), read_alone(long))
 
 
 def test_without_its_helpers_a_process_reads_all_by_itself(
@@ -94,21 +94,21 @@ def test_without_its_helpers_a_process_reads_all_by_itself(
             return answer
 
     monkeypatch.setattr(scanning, "Workers", Lost)
-    same(read_record(long), alone(long))
+    same(read_record(long), read_alone(long))
 
-    def refused(*_: object) -> None:
+    def refuse(*_: object) -> None:
         raise BlockingIOError("no more processes")
 
     cache.discard_columns(cache_of(long))
-    monkeypatch.setattr(scanning, "Workers", refused)
-    same(read_record(long), alone(long))
+    monkeypatch.setattr(scanning, "Workers", refuse)
+    same(read_record(long), read_alone(long))
 
 
-@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("with_cache", [True, False])
 def test_a_record_that_is_replaced_meanwhile_is_read_anew(
-    long: RunDir, cached: bool, monkeypatch: pytest.MonkeyPatch
+    long: RunDir, with_cache: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not cached:
+    if not with_cache:
         monkeypatch.setenv("INSTAR_CACHE_DIR", "/proc/no-cache")
     fresh = b"".join(lines(9000, 8))
 
@@ -122,9 +122,9 @@ def test_a_record_that_is_replaced_meanwhile_is_read_anew(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scanning, "Workers", Replacing)
-        found = read_record(long)
-    same(found, alone(long))
-    same(read_record(long), alone(long))
+        record = read_record(long)
+    same(record, read_alone(long))
+    same(read_record(long), read_alone(long))
 
 
 def test_a_record_that_grows_meanwhile_is_read_to_a_line(long: RunDir) -> None:
@@ -137,9 +137,9 @@ def test_a_record_that_grows_meanwhile_is_read_to_a_line(long: RunDir) -> None:
     before = long.events.stat().st_size
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scanning, "Workers", Growing)
-        found = read_record(long)
-    assert found.end == long.events.stat().st_size > before
-    same(found, alone(long))
+        record = read_record(long)
+    assert record.end == long.events.stat().st_size > before
+    same(record, read_alone(long))
 
 
 def test_pieces_begin_at_lines_and_end_where_the_record_did(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_pieces_begin_at_lines_and_end_where_the_record_did(tmp_path: Path) -> N
         for size in range(20, len(text)):
             *inner, last = scanning._borders(path, 3, size)
             assert last == size
-            assert all(3 < one < other for one, other in itertools.pairwise([*inner, last]))
+            assert all(3 < border < other for border, other in itertools.pairwise([*inner, last]))
             assert all(text[place - 1 : place] == b"\n" for place in inner)
 
 

@@ -22,13 +22,13 @@ def test_a_stage_ends_where_the_shape_changes(tmp_path: Path) -> None:
 
 
 def test_stages_add_up_to_the_run(tmp_path: Path) -> None:
-    found = stages(read_record(told_run(tmp_path / "told")))
-    whole = place(40, 2)
-    assert sum(stage.steps for stage in found) == 40
-    assert sum(stage.tokens for stage in found) == whole["tokens"]
-    assert sum(stage.flops for stage in found) == pytest.approx(whole["flops"])
-    assert sum(stage.active_s for stage in found) == pytest.approx(whole["active_s"])
-    assert sum(stage.wall_s for stage in found) == pytest.approx(whole["wall_s"])
+    run_stages = stages(read_record(told_run(tmp_path / "told")))
+    totals = place(40, 2)
+    assert sum(stage.steps for stage in run_stages) == 40
+    assert sum(stage.tokens for stage in run_stages) == totals["tokens"]
+    assert sum(stage.flops for stage in run_stages) == pytest.approx(totals["flops"])
+    assert sum(stage.active_s for stage in run_stages) == pytest.approx(totals["active_s"])
+    assert sum(stage.wall_s for stage in run_stages) == pytest.approx(totals["wall_s"])
 
 
 def test_the_losses_are_the_last_ones_that_count(tmp_path: Path) -> None:
@@ -64,8 +64,15 @@ def test_an_evaluation_after_a_growth_at_its_step_is_of_the_grown_model(tmp_path
     before, after = (Eval(split="val", loss=loss, **place(20)) for loss in (3.0, 9.0))
     run = RunDir(tmp_path / "again")
     run.path.mkdir()
-    trained = [(event, START + event.step) for event, _ in steps(1, 20) if event.step is not None]
-    events = [(start_event(), START), *trained, (before, START + 21), (widen_event(20), START + 22)]
+    train_events = [
+        (event, START + event.step) for event, _ in steps(1, 20) if event.step is not None
+    ]
+    events = [
+        (start_event(), START),
+        *train_events,
+        (before, START + 21),
+        (widen_event(20), START + 22),
+    ]
     with run.events.open("wb") as file:
         file.writelines(encode_event(*event, 1) for event in (*events, (after, START + 23)))
     first, second = stages(read_record(run))

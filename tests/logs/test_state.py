@@ -24,10 +24,10 @@ from instar.record.rundir import RunDir, hold
 
 def status(run: RunDir, now: float = BEGAN + 1e6) -> RunStatus:
     record = read_record(run)
-    return run_status(run, [logged.event for logged in record.events], BEGAN + 10, now)
+    return run_status(run, [entry.event for entry in record.events], BEGAN + 10, now)
 
 
-def begun(folder: Path, **more: object) -> RunDir:
+def begin_run(folder: Path, **more: object) -> RunDir:
     with writing(folder) as writer:
         writer.start(**more)
         writer.train(10, 3.0)
@@ -41,7 +41,7 @@ def log(run: RunDir, rank: int, seconds: float, text: str) -> None:
 
 
 def test_a_run_whose_lock_is_held_runs(tmp_path: Path) -> None:
-    run = begun(tmp_path / "run")
+    run = begin_run(tmp_path / "run")
     with hold(run):
         assert status(run) == RunStatus("running", "", False, "", os.getpid())
     assert status(run).state == "crashed"
@@ -55,16 +55,16 @@ def test_a_run_in_which_nothing_was_trained_yet_is_stopped_whenever_it_was_made(
     run.config.touch()
     run.await_start()
     for now in (BEGAN + 11, BEGAN + 1e6):
-        found = status(run, now)
-        assert (found.state, found.go_on) == ("stopped", f"instar resume {tmp_path}")
-        assert found.reason == "nothing trained in it yet"
+        result = status(run, now)
+        assert (result.state, result.go_on) == ("stopped", f"instar resume {tmp_path}")
+        assert result.reason == "nothing trained in it yet"
     with hold(run):
         assert status(run).state == "running"
     assert status(run).state == "crashed"  # a process has had it since
 
 
 def test_a_run_whose_holder_was_killed_has_crashed(tmp_path: Path) -> None:
-    run = begun(tmp_path / "run")
+    run = begin_run(tmp_path / "run")
     code = (
         "import sys; from pathlib import Path; from instar.record.rundir import RunDir, hold\n"
         "with hold(RunDir(Path(sys.argv[1]))): print(flush=True); sys.stdin.read()"
@@ -87,14 +87,14 @@ def test_a_run_that_said_why_it_stopped(tmp_path: Path, resumable: bool, state: 
         writer.start()
         writer.save(10)
         writer.stop(10, "SIGTERM", resumable=resumable)
-    found = status(writer.run)
-    assert (found.state, found.reason, found.resumable) == (state, "SIGTERM", True)
-    assert found.go_on == (f"instar resume {writer.run.path}" if resumable else "")
+    result = status(writer.run)
+    assert (result.state, result.reason, result.resumable) == (state, "SIGTERM", True)
+    assert result.go_on == (f"instar resume {writer.run.path}" if resumable else "")
 
 
 @pytest.mark.parametrize("end", ["stop", "finished", "failed"])
 def test_an_end_holds_while_its_process_puts_things_away(tmp_path: Path, end: str) -> None:
-    run = begun(tmp_path / "run")
+    run = begin_run(tmp_path / "run")
     with hold(run), Recorder(run.events) as record:
         record.write(RunStarted(run_id="aaaaa", step=10))
         record.write(Saved(step=10, path=str(run.checkpoints / "step-10")))
@@ -106,9 +106,9 @@ def test_an_end_holds_while_its_process_puts_things_away(tmp_path: Path, end: st
             record.write(Stop(step=10, reason="SIGTERM", resumable=True))
         if end == "finished":
             record.write(RunFinished(step=10))
-        found = status(run)
-    assert (found.state, found.process) == ("crashed" if end == "failed" else "stopped", None)
-    assert status(run) == found
+        result = status(run)
+    assert (result.state, result.process) == ("crashed" if end == "failed" else "stopped", None)
+    assert status(run) == result
 
 
 def test_an_ended_run_that_another_process_has_taken_runs_again(tmp_path: Path) -> None:
@@ -153,14 +153,14 @@ def test_a_run_gone_on_with_counts_with_its_last_segment(tmp_path: Path) -> None
     ids=["whole sentence", "cause alone"],
 )
 def test_a_run_that_said_why_it_failed(tmp_path: Path, message: str, reason: str) -> None:
-    run = begun(tmp_path / "run")
+    run = begin_run(tmp_path / "run")
     with writing(run.path) as writer:
         writer.recorder.write(Failed(message=message, rank=1, step=7))
     assert (status(run).state, status(run).reason) == ("crashed", reason)
 
 
 def test_a_run_that_could_not_say_why_is_explained_by_its_logs(tmp_path: Path) -> None:
-    run = begun(tmp_path / "run")
+    run = begin_run(tmp_path / "run")
     log(run, 0, -50, "ERROR: rank 0 failed: of an earlier segment")
     assert status(run).reason == NO_REASON
     log(run, 0, 20, "ERROR: rank 0 failed at step 10: PeerLost: rank 1 is gone")
@@ -171,33 +171,33 @@ def test_a_run_that_could_not_say_why_is_explained_by_its_logs(tmp_path: Path) -
 
 
 def test_what_the_interpreter_itself_dies_of_is_an_error(tmp_path: Path) -> None:
-    run = begun(tmp_path / "run")
+    run = begin_run(tmp_path / "run")
     run.log(0).write_bytes(b"\xff\xfe\nFatal Python error: Segmentation fault\n\nThread 0x1:\n")
     assert last_error(run) == "Fatal Python error: Segmentation fault"
 
 
-@pytest.mark.parametrize("elsewhere", ["another host", "no lock"])
-def test_where_the_lock_cannot_be_asked_a_fresh_record_runs(tmp_path: Path, elsewhere: str) -> None:
-    more = {"machine": {"host": "elsewhere"}} if elsewhere == "another host" else {}
-    run = begun(tmp_path / "run", **more)
-    if elsewhere == "no lock":
+@pytest.mark.parametrize("obstacle", ["another host", "no lock"])
+def test_where_the_lock_cannot_be_asked_a_fresh_record_runs(tmp_path: Path, obstacle: str) -> None:
+    more = {"machine": {"host": "elsewhere"}} if obstacle == "another host" else {}
+    run = begin_run(tmp_path / "run", **more)
+    if obstacle == "no lock":
         run.lock.unlink()
-    seen = BEGAN + 10
-    assert status(run, now=seen + QUIET_S - 1).state == "running"
-    assert status(run, now=seen + QUIET_S + 1).state == "crashed"
+    last_event = BEGAN + 10
+    assert status(run, now=last_event + QUIET_S - 1).state == "running"
+    assert status(run, now=last_event + QUIET_S + 1).state == "crashed"
 
 
 def test_where_the_lock_cannot_be_asked_a_run_whose_process_is_there_runs(tmp_path: Path) -> None:
-    there = {"host": platform.node()} | this_process()
-    gone = there | {"pid_started": there["pid_started"] - 60}
-    for name, machine, state in ("a", there, "running"), ("b", gone, "crashed"):
-        run = begun(tmp_path / name, machine=machine)
+    this_machine = {"host": platform.node()} | this_process()
+    dead_process = this_machine | {"pid_started": this_machine["pid_started"] - 60}
+    for name, machine, state in ("a", this_machine, "running"), ("b", dead_process, "crashed"):
+        run = begin_run(tmp_path / name, machine=machine)
         run.lock.unlink()
         assert status(run).state == state
 
 
 def test_a_checkpoint_that_is_not_whole_cannot_be_gone_on_with(tmp_path: Path) -> None:
-    run = begun(tmp_path / "run")
+    run = begin_run(tmp_path / "run")
     with writing(run.path) as writer:
         writer.save(10)
     assert status(run).go_on == f"instar resume {run.path}"
@@ -206,7 +206,7 @@ def test_a_checkpoint_that_is_not_whole_cannot_be_gone_on_with(tmp_path: Path) -
 
 
 def test_a_path_with_a_space_is_quoted_in_the_command(tmp_path: Path) -> None:
-    run = begun(tmp_path / "my run")
+    run = begin_run(tmp_path / "my run")
     with writing(run.path) as writer:
         writer.save(10)
     assert status(run).go_on == f"instar resume '{run.path}'"
@@ -215,7 +215,7 @@ def test_a_path_with_a_space_is_quoted_in_the_command(tmp_path: Path) -> None:
 def test_the_logs_of_another_time_zone_explain_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = begun(tmp_path / "run")
+    run = begin_run(tmp_path / "run")
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
     try:

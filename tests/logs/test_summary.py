@@ -39,7 +39,7 @@ def summary_of(folder: Path) -> Summary:
 
 
 @pytest.fixture
-def grown(tmp_path: Path) -> Summary:
+def growth_summary(tmp_path: Path) -> Summary:
     """A run that grew, was warned, skipped a step, and ended."""
     with writing(tmp_path / "grow-abcde") as writer:
         writer.start()
@@ -67,12 +67,22 @@ def grown(tmp_path: Path) -> Summary:
     return summary_of(tmp_path / "grow-abcde")
 
 
-def test_amounts_are_those_of_the_furthest_step(grown: Summary) -> None:
-    assert (grown.step, grown.samples, grown.tokens) == (4, 16, 256)
-    assert (grown.epoch, grown.flops, grown.wall_s, grown.active_s) == (0.04, 4e6, 4.0, 2.0)
-    assert grown.tokens_per_s == 128.0
-    assert (grown.started, grown.seen) == (BEGAN, BEGAN + 4)
-    assert (grown.name, grown.id, grown.state, grown.reason) == (
+def test_amounts_are_those_of_the_furthest_step(growth_summary: Summary) -> None:
+    assert (growth_summary.step, growth_summary.samples, growth_summary.tokens) == (4, 16, 256)
+    assert (
+        growth_summary.epoch,
+        growth_summary.flops,
+        growth_summary.wall_s,
+        growth_summary.active_s,
+    ) == (0.04, 4e6, 4.0, 2.0)
+    assert growth_summary.tokens_per_s == 128.0
+    assert (growth_summary.started, growth_summary.seen) == (BEGAN, BEGAN + 4)
+    assert (
+        growth_summary.name,
+        growth_summary.id,
+        growth_summary.state,
+        growth_summary.reason,
+    ) == (
         "grow",
         "abcde",
         "finished",
@@ -80,22 +90,24 @@ def test_amounts_are_those_of_the_furthest_step(grown: Summary) -> None:
     )
 
 
-def test_every_value_has_its_own_step(grown: Summary) -> None:
-    assert grown.last["loss"] == MetricValue(2.0, 4)
-    assert grown.last["val/loss"] == MetricValue(3.5, 4, error=0.4)
-    assert grown.best["val/loss"] == MetricValue(3.0, 2, error=0.5)
-    assert grown.best["val/accuracy"] == MetricValue(0.5, 4)
-    assert set(grown.best) == {"loss", "val/loss", "val/accuracy"}
-    assert not any(":" in name for name in grown.last)
+def test_every_value_has_its_own_step(growth_summary: Summary) -> None:
+    assert growth_summary.last["loss"] == MetricValue(2.0, 4)
+    assert growth_summary.last["val/loss"] == MetricValue(3.5, 4, error=0.4)
+    assert growth_summary.best["val/loss"] == MetricValue(3.0, 2, error=0.5)
+    assert growth_summary.best["val/accuracy"] == MetricValue(0.5, 4)
+    assert set(growth_summary.best) == {"loss", "val/loss", "val/accuracy"}
+    assert not any(":" in name for name in growth_summary.last)
 
 
-def test_what_happened_beside_the_curves(grown: Summary) -> None:
-    assert [(o.step, o.name) for o in grown.operations] == [(2, "widen_mlp")]
-    assert (grown.model, grown.parameters) == ("2L/64d", 2000)
-    assert (grown.warnings, grown.skipped_steps) == (("a warning",), 1)
-    assert grown.alerts == ("step 3: stall: no progress",)
-    assert [(kept.name, kept.pointers) for kept in grown.checkpoints] == [("step-4", ("latest",))]
-    assert grown.memory_peak_bytes == 3000
+def test_what_happened_beside_the_curves(growth_summary: Summary) -> None:
+    assert [(o.step, o.name) for o in growth_summary.operations] == [(2, "widen_mlp")]
+    assert (growth_summary.model, growth_summary.parameters) == ("2L/64d", 2000)
+    assert (growth_summary.warnings, growth_summary.skipped_steps) == (("a warning",), 1)
+    assert growth_summary.alerts == ("step 3: stall: no progress",)
+    assert [
+        (checkpoint.name, checkpoint.pointers) for checkpoint in growth_summary.checkpoints
+    ] == [("step-4", ("latest",))]
+    assert growth_summary.memory_peak_bytes == 3000
 
 
 def test_what_a_resume_superseded_counts_in_nothing_but_the_memory(tmp_path: Path) -> None:
@@ -108,21 +120,21 @@ def test_what_a_resume_superseded_counts_in_nothing_but_the_memory(tmp_path: Pat
         writer.start(step=1, resumed_from="step-1")
         writer.train(2, 3.0, memory_bytes=20)
         writer.val(2, 3.5)
-    found = summary_of(tmp_path / "run")
-    assert (found.segments, found.step) == (2, 2)
-    assert found.best["val/loss"] == MetricValue(3.5, 2)
-    assert found.last["loss"] == found.best["loss"] == MetricValue(3.0, 2)
-    assert found.memory_peak_bytes == 99
+    summary = summary_of(tmp_path / "run")
+    assert (summary.segments, summary.step) == (2, 2)
+    assert summary.best["val/loss"] == MetricValue(3.5, 2)
+    assert summary.last["loss"] == summary.best["loss"] == MetricValue(3.0, 2)
+    assert summary.memory_peak_bytes == 99
 
 
 def test_values_that_are_no_numbers_are_last_but_never_best(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", {1: 4.0, 2: math.nan}, {1: 3.0, 2: -math.inf})
-    found = summary_of(run.path)
-    assert found.best["val/loss"] == MetricValue(3.0, 1, error=0.01)
-    assert math.isnan(found.last["loss"].value)
-    said = json.loads(json.dumps(summary_to_json(found), allow_nan=False))
-    assert said["last"]["loss"] == {"value": "NaN", "step": 2, "error": None}
-    assert said["last"]["val/loss"]["value"] == "-Infinity"
+    summary = summary_of(run.path)
+    assert summary.best["val/loss"] == MetricValue(3.0, 1, error=0.01)
+    assert math.isnan(summary.last["loss"].value)
+    document = json.loads(json.dumps(summary_to_json(summary), allow_nan=False))
+    assert document["last"]["loss"] == {"value": "NaN", "step": 2, "error": None}
+    assert document["last"]["val/loss"]["value"] == "-Infinity"
 
 
 odd = st.sampled_from([0.0, -1.0, 2.5, 1e300, -1e308, math.nan, math.inf, -math.inf])
@@ -167,20 +179,20 @@ def test_whatever_was_measured_it_is_summarized(
     run.path.mkdir(exist_ok=True)
     lines = [encode_event(event, BEGAN, 1) for event in (RunStarted(run_id="x"), *events)]
     run.events.write_bytes(b"".join(lines))
-    found = summarize(read_record(run), now=BEGAN)
-    json.dumps(summary_to_json(found), allow_nan=False)
-    assert page(found, 80)
-    assert one_lines([found])
-    assert summary_markdown([found])
+    summary = summarize(read_record(run), now=BEGAN)
+    json.dumps(summary_to_json(summary), allow_nan=False)
+    assert page(summary, 80)
+    assert one_lines([summary])
+    assert summary_markdown([summary])
 
 
 def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
     with writing(tmp_path / "run") as writer:
         writer.start()
-    found = summary_of(tmp_path / "run")
-    assert (found.step, found.last, found.best, found.tokens_per_s) == (0, {}, {}, None)
-    assert "best val - at -" in one_lines([found])[0]
-    assert page(found, 80)[0] == "run"
+    summary = summary_of(tmp_path / "run")
+    assert (summary.step, summary.last, summary.best, summary.tokens_per_s) == (0, {}, {}, None)
+    assert "best val - at -" in one_lines([summary])[0]
+    assert page(summary, 80)[0] == "run"
 
 
 def test_a_record_with_nothing_in_it(tmp_path: Path) -> None:
@@ -229,11 +241,13 @@ def test_values_are_told_in_their_own_manner(name: str, value: float | None, tex
     assert metric_value_text(name, value) == text
 
 
-def test_lines_of_several_runs_have_the_same_fields(tmp_path: Path, grown: Summary) -> None:
+def test_lines_of_several_runs_have_the_same_fields(
+    tmp_path: Path, growth_summary: Summary
+) -> None:
     other = summary_of(write_run(tmp_path / "b", {1000: 12345.6}).path)
     with writing(tmp_path / "c") as writer:
         writer.start()
-    lines = one_lines([grown, other, summary_of(tmp_path / "c")])
+    lines = one_lines([growth_summary, other, summary_of(tmp_path / "c")])
     assert " ".join(lines[0].split()) == (
         "finished grow-abcde step 4 256 tok loss 2.000 best val 3.0000 at 2 128 tok/s "
         "2.0s active 1 operation"
@@ -244,13 +258,13 @@ def test_lines_of_several_runs_have_the_same_fields(tmp_path: Path, grown: Summa
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
-def test_a_page_keeps_to_its_width(grown: Summary, width: int) -> None:
-    too_long = [line for line in page(grown, width) if len(line) > width]
-    assert [line for line in too_long if grown.path not in line] == []
+def test_a_page_keeps_to_its_width(growth_summary: Summary, width: int) -> None:
+    too_long = [line for line in page(growth_summary, width) if len(line) > width]
+    assert [line for line in too_long if growth_summary.path not in line] == []
 
 
-def test_markdown_has_sections_for_one_run_and_a_table_for_several(grown: Summary) -> None:
-    lines = summary_markdown([grown])
+def test_markdown_has_sections_for_one_run_and_a_table_for_several(growth_summary: Summary) -> None:
+    lines = summary_markdown([growth_summary])
     assert lines[0] == "# grow-abcde"
     assert [line for line in lines if line.startswith("##")] == [
         "## Metrics",
@@ -259,23 +273,23 @@ def test_markdown_has_sections_for_one_run_and_a_table_for_several(grown: Summar
         "## Warnings",
     ]
     assert "| val/loss | 3.5000 ±0.4000 | 4 | 3.0000 | 2 |" in lines
-    table = summary_markdown([grown, grown])
+    table = summary_markdown([growth_summary, growth_summary])
     assert {line.count("|") for line in table} == {11}
     assert len(table) == 4
 
 
 def test_the_direction_that_a_run_has_said_counts_before_the_metric_s_name(tmp_path: Path) -> None:
     """The name doubt says nothing, and this score is better when it is low."""
-    said = RunStarted(run_id="r", better={"loss": "min", "kind/doubt": "max", "score": "min"})
+    start = RunStarted(run_id="r", better={"loss": "min", "kind/doubt": "max", "score": "min"})
     values = [{"kind/doubt": 0.25, "score": 3.0}, {"kind/doubt": 0.5, "score": 4.0}]
     values.append({"kind/doubt": 0.125, "score": 5.0})
-    events = [eval_event(10 * n, 1.0, extra=each) for n, each in enumerate(values, 1)]
-    told = summarize(read_run(tmp_path / "said", [said, *events]))
-    assert (told.best["val/kind/doubt"].value, told.best["val/kind/doubt"].step) == (0.5, 20)
-    assert (told.best["val/score"].value, told.best["val/score"].step) == (3.0, 10)
-    guessed = summarize(read_run(tmp_path / "guessed", events))
-    assert "val/kind/doubt" not in guessed.best
-    assert guessed.best["val/score"].step == 30
+    events = [eval_event(10 * n, 1.0, extra=extra) for n, extra in enumerate(values, 1)]
+    summary = summarize(read_run(tmp_path / "said", [start, *events]))
+    assert (summary.best["val/kind/doubt"].value, summary.best["val/kind/doubt"].step) == (0.5, 20)
+    assert (summary.best["val/score"].value, summary.best["val/score"].step) == (3.0, 10)
+    by_name = summarize(read_run(tmp_path / "guessed", events))
+    assert "val/kind/doubt" not in by_name.best
+    assert by_name.best["val/score"].step == 30
 
 
 def test_what_is_recorded_under_another_name_of_a_metric_is_that(tmp_path: Path) -> None:
@@ -311,8 +325,8 @@ def test_the_best_of_a_held_out_set_is_shown_where_it_decides(tmp_path: Path) ->
     assert summary.best_metric == "german/loss"
     assert (summary.best["german/loss"].value, summary.best["german/loss"].step) == (3.5, 30)
     assert "best german/loss 3.5" in "\n".join(one_lines([summary]))
-    listed = cached_summary(RunDir(folder))
-    assert (listed.best_metric, listed.best, listed.best_step) == ("german/loss", 3.5, 30)
+    listing = cached_summary(RunDir(folder))
+    assert (listing.best_metric, listing.best, listing.best_step) == ("german/loss", 3.5, 30)
 
 
 def test_values_of_a_machine_whose_clock_is_behind_are_comparable(tmp_path: Path) -> None:

@@ -103,9 +103,9 @@ def test_a_gap_is_left_open(tmp_path):
 
     text = terminal(compose([record], ChartRequest(panels=(("loss",),))), TerminalSize(80, 24))
 
-    (drawn,) = [line for line in text.splitlines() if set(line) & BRAILLE]
-    first, last = (drawn.index(c) for c in (drawn.strip(" │")[0], drawn[-1]))
-    middle = drawn[first + 26 : first + 46]
+    (row,) = [line for line in text.splitlines() if set(line) & BRAILLE]
+    first, last = (row.index(c) for c in (row.strip(" │")[0], row[-1]))
+    middle = row[first + 26 : first + 46]
     assert first < last
     assert not set(middle) & BRAILLE
 

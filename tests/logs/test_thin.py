@@ -15,28 +15,28 @@ columns = hnp.arrays(np.float64, st.integers(0, 400), elements=st.floats(width=6
 
 @given(columns, st.integers(0, 120))
 def test_a_thinned_curve_keeps_its_ends_and_its_extremes(values, points):
-    kept = thin(values, points)
+    indices = thin(values, points)
 
-    assert kept.dtype == np.int64
-    assert (np.diff(kept) > 0).all()
-    assert len(kept) <= max(points, 5)
+    assert indices.dtype == np.int64
+    assert (np.diff(indices) > 0).all()
+    assert len(indices) <= max(points, 5)
     if len(values):
-        assert kept[0] == 0
-        assert kept[-1] == len(values) - 1
+        assert indices[0] == 0
+        assert indices[-1] == len(values) - 1
     finite = values[np.isfinite(values)]
     if len(finite):
-        shown = values[kept][np.isfinite(values[kept])]
-        assert shown.min() == finite.min()
-        assert shown.max() == finite.max()
+        kept_values = values[indices][np.isfinite(values[indices])]
+        assert kept_values.min() == finite.min()
+        assert kept_values.max() == finite.max()
     else:
-        assert bool(len(kept)) == bool(len(values))
+        assert bool(len(indices)) == bool(len(values))
 
 
 @given(columns, st.integers(0, 120))
 def test_where_values_are_not_finite_one_of_them_stays(values, points):
-    kept = thin(values, points)
+    indices = thin(values, points)
 
-    assert np.isfinite(values).all() == np.isfinite(values[kept]).all()
+    assert np.isfinite(values).all() == np.isfinite(values[indices]).all()
 
 
 @given(
@@ -44,13 +44,13 @@ def test_where_values_are_not_finite_one_of_them_stays(values, points):
     st.integers(10, 200),
 )
 def test_every_bucket_keeps_its_smallest_and_its_largest(values, points):
-    kept = values[thin(values, points)]
+    kept_values = values[thin(values, points)]
 
     length = -(-len(values) // ((points - 2) // 2))
     for start in range(0, len(values), length):
         bucket = values[start : start + length]
-        assert bucket.min() in kept
-        assert bucket.max() in kept
+        assert bucket.min() in kept_values
+        assert bucket.max() in kept_values
 
 
 def test_a_short_curve_is_left_alone():
@@ -69,11 +69,11 @@ def test_a_gap_in_the_middle_stays_a_gap():
     values = np.sin(np.linspace(0, 50, 100_000))
     values[40_000:60_000] = np.nan
 
-    kept = thin(values, 300)
+    indices = thin(values, 300)
 
-    gap = kept[(kept >= 40_000) & (kept < 60_000)]
+    gap = indices[(indices >= 40_000) & (indices < 60_000)]
     assert len(gap) > 20
-    assert np.isfinite(np.delete(values[kept], np.flatnonzero(np.isin(kept, gap)))).all()
+    assert np.isfinite(np.delete(values[indices], np.flatnonzero(np.isin(indices, gap)))).all()
 
 
 def test_ten_million_points_take_no_time():

@@ -32,14 +32,14 @@ def test_lightning_grows_at_a_validation_loss_before_the_next_step(tmp_path: Pat
     (change,) = growth.schedule.history
     assert (change.step, change.reason[:4]) == (4, "val ")
     assert len(module.model.model.layers) == 4
-    resumed = LightningGrowth(AT_A_LOSS)
-    fit(tmp_path / "resumed", resumed, start=tmp_path / "step=4.ckpt")
-    assert resumed.schedule.history == growth.schedule.history
+    resume_growth = LightningGrowth(AT_A_LOSS)
+    fit(tmp_path / "resumed", resume_growth, start=tmp_path / "step=4.ckpt")
+    assert resume_growth.schedule.history == growth.schedule.history
     trainer = Trainer(
-        accelerator="cpu", logger=False, callbacks=[again := LightningGrowth(AT_A_LOSS)]
+        accelerator="cpu", logger=False, callbacks=[idle_growth := LightningGrowth(AT_A_LOSS)]
     )
     trainer.validate(Language(), DataLoader(Texts(2), batch_size=2), verbose=False)
-    assert again.schedule.pending is None
+    assert idle_growth.schedule.pending is None
 
 
 def test_what_was_set_by_hand_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

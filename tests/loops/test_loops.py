@@ -43,12 +43,12 @@ def test_trainer_grows_at_a_validation_loss_before_the_next_step(tmp_path: Path)
     (change,) = growth.schedule.history
     assert (change.step, change.reason[:4]) == (4, "val ")
     assert len(trainer.model.model.layers) == 4
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4")
-    assert saved.config.num_hidden_layers == 3
-    resumed = TrainerGrowth(AT_A_LOSS, seed=3)
-    trainer = of_trainer(saved, tmp_path, resumed, eval_strategy="steps", eval_steps=9)
+    saved_model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4")
+    assert saved_model.config.num_hidden_layers == 3
+    resume_growth = TrainerGrowth(AT_A_LOSS, seed=3)
+    trainer = of_trainer(saved_model, tmp_path, resume_growth, eval_strategy="steps", eval_steps=9)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    assert resumed.schedule.history == growth.schedule.history
+    assert resume_growth.schedule.history == growth.schedule.history
 
 
 def test_what_was_set_by_hand_stays_under_trainer(
@@ -70,11 +70,13 @@ def test_a_loss_that_no_evaluation_has_is_refused_at_the_first(tmp_path: Path) -
     trainer = of_trainer(fresh(), tmp_path, growth, eval_strategy="steps", eval_steps=2)
     with pytest.raises(GrowthError, match=r"insert_layers waits for eval_los, and .* eval_loss"):
         trainer.train()
-    named = TrainerGrowth(AT_A_LOSS, metric="a_loss")
-    trainer = of_trainer(fresh(), tmp_path / "named", named, eval_strategy="steps", eval_steps=4)
+    named_growth = TrainerGrowth(AT_A_LOSS, metric="a_loss")
+    trainer = of_trainer(
+        fresh(), tmp_path / "named", named_growth, eval_strategy="steps", eval_steps=4
+    )
     trainer.eval_dataset = dict.fromkeys("ab", trainer.eval_dataset)
     trainer.train()
-    assert len(named.schedule.history) == 1
+    assert len(named_growth.schedule.history) == 1
 
 
 def test_a_loss_without_evaluations_is_warned_of(
@@ -119,7 +121,7 @@ def test_the_best_model_at_the_end_is_one_model(tmp_path: Path) -> None:
     """The best checkpoint is that of step 1, of a smaller model, of which the larger one could load a part."""
     grows = [{"name": "insert_layers", "value": 1, "where": "start", "when": {"at_step": 4}}]
     best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1}
-    kept = []
+    best_checkpoints = []
 
     class Losses(TrainerCallback):
         def on_evaluate(self, args: Any, state: Any, control: Any, **live: Any) -> None:
@@ -129,16 +131,16 @@ def test_the_best_model_at_the_end_is_one_model(tmp_path: Path) -> None:
 
         def on_save(self, args: Any, state: Any, control: Any, **live: Any) -> None:
             del args, control, live
-            kept.append(state.best_model_checkpoint)
+            best_checkpoints.append(state.best_model_checkpoint)
 
     trainer = of_trainer(fresh(), tmp_path, TrainerGrowth(grows), Losses(), **best)
     trainer.train()
-    assert kept[1].endswith("checkpoint-1")
+    assert best_checkpoints[1].endswith("checkpoint-1")
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-4")
-    there = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4").state_dict()
-    loaded = trainer.model.state_dict()
-    assert there.keys() == loaded.keys()
-    assert all(torch.equal(there[name], loaded[name]) for name in there)
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4").state_dict()
+    actual = trainer.model.state_dict()
+    assert expected.keys() == actual.keys()
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
 
 
 def test_a_smaller_state_of_accelerate_is_refused_and_the_history_stays(tmp_path: Path) -> None:
@@ -191,20 +193,20 @@ def test_a_state_holds_what_was_done_before_an_operation_failed() -> None:
     schedule.step(model, 1, loss=torch.tensor(4.0))
     with pytest.raises(GrowthError, match="only grows"):
         schedule.step(model, 2)
-    resumed, again = GrowthSchedule(entries), fresh()
-    resumed.load_state_dict(json.loads(json.dumps(schedule.state_dict())))
-    resumed.replay(again)
-    again.load_state_dict(model.state_dict())
+    new_schedule, new_model = GrowthSchedule(entries), fresh()
+    new_schedule.load_state_dict(json.loads(json.dumps(schedule.state_dict())))
+    new_schedule.replay(new_model)
+    new_model.load_state_dict(model.state_dict())
 
 
 def test_a_model_that_did_not_grow_is_refused() -> None:
     schedule, model = GrowthSchedule(SCHEDULE), fresh()
     for step in range(1, 5):
         schedule.step(model, step)
-    resumed = GrowthSchedule(SCHEDULE)
-    resumed.load_state_dict(schedule.state_dict())
+    new_schedule = GrowthSchedule(SCHEDULE)
+    new_schedule.load_state_dict(schedule.state_dict())
     with pytest.raises(GrowthError, match=r"after 2 operations the model had .* parameters"):
-        resumed.check(fresh())
+        new_schedule.check(fresh())
 
 
 ROPE = {"name": "extend_context", "value": "x2", "rope": "linear"}
@@ -223,30 +225,30 @@ def test_operations_that_keep_the_number_of_parameters_are_replayed_and_compared
         if step == 1:
             ids = torch.arange(20)[None]
             weights, logits = copy.deepcopy(model.state_dict()), model(input_ids=ids).logits
-    resumed, again = GrowthSchedule(TWICE), fresh()
-    resumed.load_state_dict(states[0])
+    new_schedule, new_model = GrowthSchedule(TWICE), fresh()
+    new_schedule.load_state_dict(states[0])
     with pytest.raises(
         GrowthError, match=r"had max_position_embeddings 64, .* has max_position_embeddings 32"
     ):
-        resumed.check(again)
-    resumed.replay(again)
-    resumed.replay(again)  # it is grown already
-    again.load_state_dict(weights)
-    assert torch.equal(again(input_ids=ids).logits, logits)
+        new_schedule.check(new_model)
+    new_schedule.replay(new_model)
+    new_schedule.replay(new_model)  # it is grown already
+    new_model.load_state_dict(weights)
+    assert torch.equal(new_model(input_ids=ids).logits, logits)
     # the first of two operations is done, so that neither may follow
-    resumed.load_state_dict(states[-1])
+    new_schedule.load_state_dict(states[-1])
     with pytest.raises(GrowthError, match="models do not shrink"):
-        resumed.replay(again)
+        new_schedule.replay(new_model)
     # a state from before the operation, for the model that has it
-    resumed.load_state_dict({**states[0], "history": [], "sizes": {}})
+    new_schedule.load_state_dict({**states[0], "history": [], "sizes": {}})
     with pytest.raises(GrowthError, match="had max_position_embeddings 32"):
-        resumed.replay(again)
-    assert again.config.max_position_embeddings == 64
+        new_schedule.replay(new_model)
+    assert new_model.config.max_position_embeddings == 64
     older = {name: value for name, value in states[-1].items() if name != "sizes"}
-    resumed.load_state_dict(older)
-    whole = fresh()
-    resumed.replay(whole)
-    assert whole.config.to_dict() == model.config.to_dict()
+    new_schedule.load_state_dict(older)
+    other_model = fresh()
+    new_schedule.replay(other_model)
+    assert other_model.config.to_dict() == model.config.to_dict()
 
 
 def test_a_new_tokenizer_with_as_many_rows_is_replayed(tmp_path: Path) -> None:
@@ -260,12 +262,12 @@ def test_a_new_tokenizer_with_as_many_rows_is_replayed(tmp_path: Path) -> None:
     entry = {"name": "resize_vocab", "value": value, "when": {"at_step": 1}}
     schedule, model = GrowthSchedule([entry]), fresh()
     schedule.step(model, 1)
-    resumed, again = GrowthSchedule([entry]), fresh()
-    resumed.load_state_dict(schedule.state_dict())
-    resumed.replay(again)
-    there, here = (m.get_input_embeddings().weight for m in (model, again))
-    assert torch.equal(there, here)
-    assert not torch.equal(here, fresh().get_input_embeddings().weight)
+    new_schedule, new_model = GrowthSchedule([entry]), fresh()
+    new_schedule.load_state_dict(schedule.state_dict())
+    new_schedule.replay(new_model)
+    weights, new_weights = (m.get_input_embeddings().weight for m in (model, new_model))
+    assert torch.equal(weights, new_weights)
+    assert not torch.equal(new_weights, fresh().get_input_embeddings().weight)
 
 
 def test_a_checkpoint_without_growth_is_refused(tmp_path: Path) -> None:
@@ -275,9 +277,9 @@ def test_a_checkpoint_without_growth_is_refused(tmp_path: Path) -> None:
 
 
 def test_guards_of_a_schedule_hold() -> None:
-    skipped = {"name": "add_heads", "value": 3, "when": {"at_step": 1}, "on_failure": "skip"}
+    skip = {"name": "add_heads", "value": 3, "when": {"at_step": 1}, "on_failure": "skip"}
     large = {"name": "widen_mlp", "value": "x2", "when": {"at_step": 1}, "max_params": 10}
-    schedule = GrowthSchedule([skipped, large])
+    schedule = GrowthSchedule([skip, large])
     model = fresh()
     with pytest.raises(GrowthError, match=r"widen_mlp: .* more than max_params 10"):
         schedule.step(model, 1)
@@ -332,5 +334,5 @@ def test_triggers_of_a_schedule_fire(when: dict[str, Any], fires: int) -> None:
     entry = {"name": "extend_context", "value": 48, "when": when}
     schedule, model = GrowthSchedule([entry], steps=10, tokens_per_step=100), fresh()
     losses = {4: 3.0, 8: 1.5}
-    fired = [step for step in range(1, 11) if schedule.step(model, step, loss=losses.get(step))]
-    assert fired == [fires]
+    steps = [step for step in range(1, 11) if schedule.step(model, step, loss=losses.get(step))]
+    assert steps == [fires]

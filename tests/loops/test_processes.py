@@ -29,21 +29,21 @@ def test_a_killed_run_goes_on_across_growth(loop: str, tmp_path: Path, forks: Fo
         return forks.start("grown_loops:run", loop, *words, place=tmp_path / name)
 
     def last(name: str, *words: int) -> dict[str, Tensor]:
-        ended = child(name, *words)
-        assert ended.finish() == 0, ended.output()
+        run = child(name, *words)
+        assert run.finish() == 0, run.output()
         return load_file(tmp_path / name / LAST)
 
-    whole = last("whole")
-    assert is_grown(whole)
-    killed = child("killed", 0, 4)
-    assert killed.wait_for("^saved 4$"), killed.output()
-    killed.signal(signal.SIGKILL)
-    assert killed.finish() == -signal.SIGKILL
+    expected = last("whole")
+    assert is_grown(expected)
+    victim = child("killed", 0, 4)
+    assert victim.wait_for("^saved 4$"), victim.output()
+    victim.signal(signal.SIGKILL)
+    assert victim.finish() == -signal.SIGKILL
     assert not (tmp_path / "killed" / LAST).exists()
     for step in (4, 3):  # right after the second operation, and between the two
-        resumed = last("killed", step)
-        assert resumed.keys() == whole.keys()
-        assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []
+        actual = last("killed", step)
+        assert actual.keys() == expected.keys()
+        assert [name for name in expected if not torch.equal(expected[name], actual[name])] == []
     if loop == "trainer":
         config = json.loads((tmp_path / "whole/checkpoint-3/config.json").read_text())
         assert (config["intermediate_size"], config["num_hidden_layers"]) == (96, 3)
@@ -55,6 +55,6 @@ def test_two_processes_grow_alike_and_train_on(loop: str, tmp_path: Path, forks:
     forks.import_now("grown_loops", "peft")
     for rank in children_as_ranks(forks, 2, "grown_loops:run", loop, place=tmp_path):
         assert rank.finish() == 0, rank.output()
-    one, other = (load_file(tmp_path / f"last-{rank}.safetensors") for rank in range(2))
-    assert is_grown(one)
-    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+    first, other = (load_file(tmp_path / f"last-{rank}.safetensors") for rank in range(2))
+    assert is_grown(first)
+    assert [name for name in first if not torch.equal(first[name], other[name])] == []

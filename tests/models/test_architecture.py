@@ -36,8 +36,8 @@ def test_swiglu_has_two_thirds_of_the_width_to_a_multiple_of_32() -> None:
 )
 def test_a_grown_shape_is_described_by_a_section(model: ModelConfig) -> None:
     arch = resolve_architecture(model, vocab_size=100)
-    grown = replace(arch, n_embd=160, n_head=10, n_kv_head=5, norm_eps=0.25, head_dim=48)
-    for shape in (arch, grown):
+    larger = replace(arch, n_embd=160, n_head=10, n_kv_head=5, norm_eps=0.25, head_dim=48)
+    for shape in (arch, larger):
         expected = shape if shape.qk_norm else replace(shape, qk_norm_eps=shape.norm_eps)
         assert resolve_architecture(section_of(shape), 7) == expected
     with pytest.raises(ArchitectureError, match=r"norm_eps: must be .*, got 2\.0"):
@@ -59,15 +59,15 @@ def test_what_a_config_says_stands() -> None:
     ],
 )
 def test_impossible_shapes_name_the_key(model: ModelConfig, key: str) -> None:
-    with pytest.raises(ArchitectureError) as caught:
+    with pytest.raises(ArchitectureError) as error:
         resolve_architecture(model, vocab_size=100)
-    assert keys_of(caught.value) == [key]
+    assert keys_of(error.value) == [key]
 
 
 def test_all_mistakes_are_told_at_once() -> None:
-    with pytest.raises(ArchitectureError) as caught:
+    with pytest.raises(ArchitectureError) as error:
         resolve_architecture(ModelConfig(vocab_size=99, n_embd=130, n_kv_head=3), vocab_size=100)
-    assert keys_of(caught.value) == ["model.vocab_size", "model.n_embd", "model.n_kv_head"]
+    assert keys_of(error.value) == ["model.vocab_size", "model.n_embd", "model.n_kv_head"]
 
 
 def test_a_shape_survives_json() -> None:
@@ -78,14 +78,14 @@ def test_a_shape_survives_json() -> None:
 def test_a_shape_from_json_is_checked() -> None:
     values = resolve_architecture(LLAMA, 100).to_dict()
     del values["n_head"]
-    with pytest.raises(ArchitectureError) as caught:
+    with pytest.raises(ArchitectureError) as error:
         Architecture.from_dict(values | {"n_heads": 4})
-    assert keys_of(caught.value) == ["model.n_head", "model.n_heads"]
-    with pytest.raises(ArchitectureError) as caught:
+    assert keys_of(error.value) == ["model.n_head", "model.n_heads"]
+    with pytest.raises(ArchitectureError) as error:
         Architecture.from_dict(
             resolve_architecture(LLAMA, 100).to_dict() | {"n_layer": -1, "norm": "batchnorm"}
         )
-    assert keys_of(caught.value) == ["model.n_layer", "model.norm"]
+    assert keys_of(error.value) == ["model.n_layer", "model.norm"]
 
 
 @pytest.mark.parametrize(
@@ -103,9 +103,9 @@ def test_a_shape_from_json_is_checked() -> None:
     ids=str,
 )
 def test_no_untrusted_value_becomes_a_size_or_a_factor(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ArchitectureError) as caught:
+    with pytest.raises(ArchitectureError) as error:
         Architecture.from_dict(resolve_architecture(LLAMA, 100).to_dict() | wrong)
-    assert keys_of(caught.value) == [f"model.{name}" for name in wrong]
+    assert keys_of(error.value) == [f"model.{name}" for name in wrong]
 
 
 def test_a_shape_of_before_there_were_convolutions_has_none() -> None:
@@ -173,7 +173,7 @@ def test_flops_grow_with_the_context_only_through_attention() -> None:
 @pytest.mark.parametrize("field", MOST)
 def test_sizes_beyond_any_model_are_refused_at_once(field: str) -> None:
     values = resolve_architecture(LLAMA, 100).to_dict()
-    with pytest.raises(ArchitectureError) as caught:
+    with pytest.raises(ArchitectureError) as error:
         Architecture.from_dict(values | {field: MOST[field] + 1})
-    assert f"model.{field}" in keys_of(caught.value)
-    assert f"at most {MOST[field]:,}" in str(caught.value)
+    assert f"model.{field}" in keys_of(error.value)
+    assert f"at most {MOST[field]:,}" in str(error.value)

@@ -17,19 +17,19 @@ def test_bfloat16_on_a_cpu_is_the_fused_kernels_function(kv_heads: int) -> None:
         torch.randn(2, heads, 33, 8, generator=generator, dtype=torch.float64)
         for heads in (4, kv_heads, kv_heads)
     )
-    wanted = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     low = [x.bfloat16().requires_grad_() for x in (q, k, v)]
-    found = causal_attention(*low, 0.0)
-    torch.testing.assert_close(found.double(), wanted, rtol=2e-2, atol=2e-2)
+    output = causal_attention(*low, 0.0)
+    torch.testing.assert_close(output.double(), expected, rtol=2e-2, atol=2e-2)
 
     exact = [x.clone().requires_grad_() for x in (q, k, v)]
-    slopes = torch.randn(wanted.shape, generator=generator, dtype=torch.float64)
+    slopes = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
     torch.autograd.backward(causal_attention(*exact, 0.0), slopes)
-    torch.autograd.backward(found, slopes.bfloat16())
-    for one, other in zip(low, exact, strict=True):
-        assert one.grad is not None
+    torch.autograd.backward(output, slopes.bfloat16())
+    for tensor, other in zip(low, exact, strict=True):
+        assert tensor.grad is not None
         assert other.grad is not None
-        torch.testing.assert_close(one.grad.double(), other.grad, rtol=5e-2, atol=5e-2)
+        torch.testing.assert_close(tensor.grad.double(), other.grad, rtol=5e-2, atol=5e-2)
 
 
 def test_long_contexts_take_the_fused_kernel_and_agree_at_the_border() -> None:

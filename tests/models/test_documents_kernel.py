@@ -85,11 +85,11 @@ def test_a_compiled_model_calls_the_kernel(flash: Flash) -> None:
 
 def test_no_mask_is_made_where_the_kernel_computes(flash: Flash) -> None:
     *_, positions = packed_batch()
-    made = PackedDocuments.at(positions, sizes_of_documents(), [BF16])
+    packed_documents = PackedDocuments.at(positions, sizes_of_documents(), [BF16])
     assert flash.calls == 1
-    assert made.mask is None
-    assert made.ends is not None
-    assert made.ends.tolist()[-1] == positions.numel()
+    assert packed_documents.mask is None
+    assert packed_documents.ends is not None
+    assert packed_documents.ends.tolist()[-1] == positions.numel()
     for attention in (BF16._replace(dtype=torch.float64), BF16._replace(dropout=0.1)):
         assert PackedDocuments.at(positions, sizes_of_documents(), [BF16, attention]).ends is None
     assert PackedDocuments.at(positions, None, [BF16]).mask is not None

@@ -50,9 +50,9 @@ def one_by_one(model: GPT, x_BTD: Tensor) -> Tensor:
     rows = []
     for x in x_BTD.flatten(0, 1):
         p = (mlp.router.weight @ x).softmax(0)
-        chosen = p.topk(mlp.per_token).indices.tolist()
+        experts = p.topk(mlp.per_token).indices.tolist()
         total = torch.zeros_like(x)
-        for expert in chosen:
+        for expert in experts:
             h = mlp.up.weight[expert] @ x
             if mlp.gate is not None:
                 h = F.silu(mlp.gate.weight[expert] @ x) * h
@@ -60,7 +60,7 @@ def one_by_one(model: GPT, x_BTD: Tensor) -> Tensor:
                 h = F.gelu(h + mlp.up.bias[expert])
             y = mlp.down.weight[expert] @ h
             y = y if mlp.down.bias is None else y + mlp.down.bias[expert]
-            total = total + p[expert] / p[chosen].sum() * y
+            total = total + p[expert] / p[experts].sum() * y
         rows.append(total)
     return torch.stack(rows).view_as(x_BTD)
 
@@ -69,8 +69,8 @@ def one_by_one(model: GPT, x_BTD: Tensor) -> Tensor:
 def test_a_token_gets_the_weighted_sum_of_its_experts(arch: Architecture) -> None:
     model = random_gpt(arch)
     x_BTD = torch.randn(2, 6, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    made, logits_BTE = model.blocks[0].mlp(x_BTD, None)
-    torch.testing.assert_close(made, one_by_one(model, x_BTD), rtol=1e-12, atol=1e-12)
+    output, logits_BTE = model.blocks[0].mlp(x_BTD, None)
+    torch.testing.assert_close(output, one_by_one(model, x_BTD), rtol=1e-12, atol=1e-12)
     assert logits_BTE.shape == (2, 6, 4)
 
 
@@ -89,16 +89,22 @@ def results(function: Any) -> list[Tensor]:
 
 
 def test_the_grouped_kernel_computes_the_same_as_one_expert_after_the_other() -> None:
-    each, grouped = results(each_linear), results(grouped_linear)
-    for one, other in zip(each, grouped, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    loop_results, kernel_results = results(each_linear), results(grouped_linear)
+    for tensor, other in zip(loop_results, kernel_results, strict=True):
+        torch.testing.assert_close(tensor, other, rtol=1e-4, atol=1e-4)
 
 
 def test_an_expert_without_tokens_has_a_gradient_of_zero() -> None:
     """And not none: ranks under DDP wait for one."""
     _, _, weight, bias = results(each_linear)
     for gradient in (weight, bias):
-        assert [bool(each.any()) for each in gradient] == [True, False, True, True, False]
+        assert [bool(expert_gradient.any()) for expert_gradient in gradient] == [
+            True,
+            False,
+            True,
+            True,
+            False,
+        ]
 
 
 @STYLES
@@ -124,19 +130,19 @@ def test_balance_is_that_of_each_sample() -> None:
             if len(p_TE):
                 f_E = F.one_hot(p_TE.topk(2).indices, 5).sum((0, 1)).double() / (2 * len(p_TE))
                 expected += len(p_TE) * 5 * (f_E * p_TE.mean(0)).sum().item()
-    whole = load_balancing_loss(logits_LBTE, targets_BT, 2)
+    loss = load_balancing_loss(logits_LBTE, targets_BT, 2)
     halves = (load_balancing_loss(logits_LBTE[:, h], targets_BT[h], 2) for h in ([0, 1], [2, 3]))
-    assert whole.item() == pytest.approx(expected, rel=1e-12)
+    assert loss.item() == pytest.approx(expected, rel=1e-12)
     assert sum(half.item() for half in halves) == pytest.approx(expected, rel=1e-12)
 
 
 def test_even_routing_has_the_least_balance_loss() -> None:
     even = torch.eye(4).repeat(2, 1)[None, None] * 1e-3
-    one = torch.zeros(1, 1, 8, 4)
-    one[..., 0] = 20.0
+    uneven = torch.zeros(1, 1, 8, 4)
+    uneven[..., 0] = 20.0
     targets = torch.zeros(1, 8, dtype=torch.long)
     assert load_balancing_loss(even, targets, 1).item() / 8 == pytest.approx(1.0, abs=1e-3)
-    assert load_balancing_loss(one, targets, 1).item() / 8 == pytest.approx(4.0, abs=1e-3)
+    assert load_balancing_loss(uneven, targets, 1).item() / 8 == pytest.approx(4.0, abs=1e-3)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # by dynamo
@@ -152,9 +158,11 @@ def test_recomputed_and_compiled_blocks_have_the_same_gradients(arch: Architectu
     expected = gradients(model)
     compiled = gradients(torch.compile(model, backend="eager"))
     model.gradient_checkpointing = True
-    for one, other, again in zip(expected, compiled, gradients(model), strict=True):
-        torch.testing.assert_close(one, other)
-        assert torch.equal(one, again)
+    for gradient, other, checkpoint_gradient in zip(
+        expected, compiled, gradients(model), strict=True
+    ):
+        torch.testing.assert_close(gradient, other)
+        assert torch.equal(gradient, checkpoint_gradient)
 
 
 @STYLES
@@ -177,10 +185,10 @@ def test_flops_count_the_experts_that_a_token_uses_and_memory_all() -> None:
         state_bytes(LLAMA.parameters())["weights"] - state_bytes(dense.parameters())["weights"]
         == 4 * more
     )
-    held = [
+    activations = [
         memory_estimate(arch, TrainingSetup(batch_size=4))["activations"] for arch in (dense, LLAMA)
     ]
-    assert held[1] > held[0]
+    assert activations[1] > activations[0]
 
 
 def test_flops_of_a_model_of_transformers_count_the_experts_that_a_token_uses() -> None:
@@ -211,7 +219,7 @@ def test_a_shape_is_the_same_after_json_and_as_a_section(arch: Architecture) -> 
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"num_experts_per_tok": 5}, "must be a whole number from 1 to 4 experts, not 5"),
         ({"num_experts_per_tok": None}, "not None"),
@@ -221,16 +229,16 @@ def test_a_shape_is_the_same_after_json_and_as_a_section(arch: Architecture) -> 
         ({"router_aux_loss_coef": -1.0}, "router_aux_loss_coef: must be a number from 0 on"),
     ],
 )
-def test_no_model_has_a_shape_that_contradicts_itself(changes: Any, said: str) -> None:
-    with pytest.raises(ArchitectureError, match=said):
+def test_no_model_has_a_shape_that_contradicts_itself(changes: Any, message: str) -> None:
+    with pytest.raises(ArchitectureError, match=message):
         Architecture.from_dict({**LLAMA.to_dict(), **changes})
 
 
 def test_a_config_with_more_experts_per_token_than_experts_is_refused() -> None:
-    (found,) = shape_checks(ModelConfig(num_experts_per_tok=3, num_experts=2))
-    assert found.keys == ("model.num_experts_per_tok", "model.num_experts")
-    (found,) = shape_checks(ModelConfig(num_experts_per_tok=3))
-    assert "which is not set" in found.message
+    (problem,) = shape_checks(ModelConfig(num_experts_per_tok=3, num_experts=2))
+    assert problem.keys == ("model.num_experts_per_tok", "model.num_experts")
+    (problem,) = shape_checks(ModelConfig(num_experts_per_tok=3))
+    assert "which is not set" in problem.message
 
 
 def test_all_experts_of_an_upcycled_model_get_tokens() -> None:
@@ -242,8 +250,8 @@ def test_all_experts_of_an_upcycled_model_get_tokens() -> None:
     for block in model.blocks:
         block.mlp.register_forward_hook(lambda _m, _i, out: loads.append(out[1].topk(2).indices))
     model(batch(arch, 8)[0])
-    for chosen in loads:
-        share = chosen.flatten().bincount(minlength=4) / chosen.numel()
+    for experts in loads:
+        share = experts.flatten().bincount(minlength=4) / experts.numel()
         assert share.min() > 0.02
 
 

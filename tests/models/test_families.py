@@ -27,25 +27,25 @@ def shape_of(model: PreTrainedModel) -> PretrainedShape:
     return PretrainedShape(model.config.to_dict())
 
 
-def grown(model: PreTrainedModel, operation: Operation) -> tuple[PreTrainedModel, Any]:
+def grow_model(model: PreTrainedModel, operation: Operation) -> tuple[PreTrainedModel, Any]:
     """The model after an operation, built by transformers alone from the new config."""
     shape = shape_of(model)
-    larger, made = plan(shape, operation)
+    larger, growth = plan(shape, operation)
     tensors = {shape.name(name): p.detach() for name, p in model.named_parameters()}
     config = CONFIG_MAPPING[shape.config["model_type"]].from_dict(copy.deepcopy(larger.to_dict()))
-    found = AutoModelForCausalLM.from_config(config).eval()
-    new = apply(made, tensors, Role.PARAMETER, (0, 0))
+    larger_model = AutoModelForCausalLM.from_config(config).eval()
+    new = apply(growth, tensors, Role.PARAMETER, (0, 0))
     with torch.no_grad():
-        for name, parameter in found.named_parameters():
+        for name, parameter in larger_model.named_parameters():
             parameter.copy_(new[larger.name(name)])
-    return found, made
+    return larger_model, growth
 
 
 @torch.no_grad()
 def logits(model: PreTrainedModel) -> Tensor:
     ids = torch.randint(0, 64, (2, 24), generator=torch.Generator().manual_seed(1))
-    found: Tensor = model(ids).logits[..., :64]
-    return found
+    result: Tensor = model(ids).logits[..., :64]
+    return result
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -70,8 +70,8 @@ def test_exact_operations_leave_what_transformers_computes(kind: str, name: str)
         with pytest.raises(GrowthError, match=rf"^{operation.name}: "):
             plan(shape_of(model), operation)
         return
-    larger, made = grown(model, operation)
-    assert made.label == "exact"
+    larger, growth = grow_model(model, operation)
+    assert growth.label == "exact"
     before, after = logits(model), logits(larger)
     assert (before - after).abs().max() <= 1e-5 * before.abs().max()
     assert sum(p.numel() for p in larger.parameters()) > sum(
@@ -83,8 +83,8 @@ def test_exact_operations_leave_what_transformers_computes(kind: str, name: str)
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_other_operations_lead_to_models_that_transformers_runs(kind: str, name: str) -> None:
     model = model_of(kind)
-    larger, made = grown(model, OTHER[name])
-    assert made.label == ("bounded" if name == "resize_vocab" else "lossy")
+    larger, growth = grow_model(model, OTHER[name])
+    assert growth.label == ("bounded" if name == "resize_vocab" else "lossy")
     difference = (logits(larger) - logits(model)).abs().max()
     assert difference < 1e-5 if name == "resize_vocab" else difference > 1e-3
 
@@ -92,7 +92,7 @@ def test_other_operations_lead_to_models_that_transformers_runs(kind: str, name:
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_what_is_new_receives_gradients(kind: str) -> None:
     """Two steps after new blocks: the zero is one factor of what they write."""
-    larger, _ = grown(model_of(kind), EXACT["insert_layers"])
+    larger, _ = grow_model(model_of(kind), EXACT["insert_layers"])
     larger.train()
     optimizer = torch.optim.SGD(larger.parameters(), lr=1e-2)
     ids = torch.randint(0, 64, (2, 24), generator=torch.Generator().manual_seed(1))

@@ -38,22 +38,22 @@ def model() -> GPT:
     return model
 
 
-def seeded(seed: int) -> torch.Generator:
+def generator_of(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
 def test_the_prompt_is_continued(model: GPT) -> None:
-    tokens = generate(model, PROMPT, 20, generator=seeded(0))
+    tokens = generate(model, PROMPT, 20, generator=generator_of(0))
     assert tokens.shape == (2, 23)
     assert torch.equal(tokens[:, :3], PROMPT)
     assert 0 <= tokens.min() <= tokens.max() < ARCH.vocab_size
 
 
 def test_the_generator_decides(model: GPT) -> None:
-    first = generate(model, PROMPT, 30, generator=seeded(1))
+    first = generate(model, PROMPT, 30, generator=generator_of(1))
     torch.manual_seed(99)
-    assert torch.equal(first, generate(model, PROMPT, 30, generator=seeded(1)))
-    assert not torch.equal(first, generate(model, PROMPT, 30, generator=seeded(2)))
+    assert torch.equal(first, generate(model, PROMPT, 30, generator=generator_of(1)))
+    assert not torch.equal(first, generate(model, PROMPT, 30, generator=generator_of(2)))
 
 
 def test_temperature_zero_takes_the_most_likely_token(model: GPT) -> None:
@@ -64,7 +64,7 @@ def test_temperature_zero_takes_the_most_likely_token(model: GPT) -> None:
 
 def test_one_most_likely_token_is_the_same_as_temperature_zero(model: GPT) -> None:
     assert torch.equal(
-        generate(model, PROMPT, 12, SamplingOptions(top_k=1), generator=seeded(3)),
+        generate(model, PROMPT, 12, SamplingOptions(top_k=1), generator=generator_of(3)),
         generate(model, PROMPT, 12, SamplingOptions(temperature=0)),
     )
 
@@ -72,10 +72,14 @@ def test_one_most_likely_token_is_the_same_as_temperature_zero(model: GPT) -> No
 def test_top_k_keeps_to_the_most_likely(model: GPT) -> None:
     likely = model(PROMPT)[:, -1].topk(3).indices
     for seed in range(30):
-        drawn = generate(
-            model, PROMPT, 1, SamplingOptions(top_k=3, temperature=5.0), generator=seeded(seed)
+        tokens = generate(
+            model,
+            PROMPT,
+            1,
+            SamplingOptions(top_k=3, temperature=5.0),
+            generator=generator_of(seed),
         )
-        assert (likely == drawn[:, -1:]).any(1).all()
+        assert (likely == tokens[:, -1:]).any(1).all()
 
 
 @pytest.mark.parametrize("temperature", [0, 5.0])
@@ -83,24 +87,24 @@ def test_rows_without_a_token_are_never_drawn(model: GPT, temperature: float) ->
     with torch.no_grad():
         # the model would write nothing else
         model.token_embedding.weight[7:] *= 50
-    drawn = generate(
+    tokens = generate(
         model,
         PROMPT,
         30,
         SamplingOptions(temperature=temperature, top_k=10),
         vocab_size=7,
-        generator=seeded(0),
+        generator=generator_of(0),
     )
-    assert drawn[:, 3:].max() < 7
+    assert tokens[:, 3:].max() < 7
 
 
 def test_draws_follow_the_distribution_of_the_model(model: GPT) -> None:
     prompts = PROMPT[:1].expand(4000, 3)
-    drawn = generate(model, prompts, 1, SamplingOptions(temperature=2.0), generator=seeded(0))[
-        :, -1
-    ]
+    tokens = generate(
+        model, prompts, 1, SamplingOptions(temperature=2.0), generator=generator_of(0)
+    )[:, -1]
     expected = (model(PROMPT[:1])[0, -1] / 2.0).softmax(-1)
-    shares = torch.bincount(drawn, minlength=ARCH.vocab_size) / 4000
+    shares = torch.bincount(tokens, minlength=ARCH.vocab_size) / 4000
     torch.testing.assert_close(shares, expected, rtol=0.0, atol=0.04)
 
 
@@ -126,10 +130,10 @@ def test_a_cache_of_keys_and_values_changes_no_logits(
     cache = KVCache()
     with torch.no_grad():
         parts = [model(part, cache=cache) for part in (tokens[:, :3], *tokens[:, 3:].split(1, 1))]
-        found, whole = torch.cat(parts, 1), model(tokens)
+        output, expected = torch.cat(parts, 1), model(tokens)
     assert len(cache) == 8
     close = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 0, "atol": 0.05}
-    torch.testing.assert_close(found, whole, **close)
+    torch.testing.assert_close(output, expected, **close)
     with pytest.raises(ValueError, match="9 tokens do not fit into a context of 8"):
         model(tokens[:, :1], cache=cache)
 
@@ -143,9 +147,9 @@ def test_tokens_beyond_the_context_are_those_of_the_window(model: GPT) -> None:
 
 def test_only_the_last_context_is_seen(model: GPT) -> None:
     long = torch.arange(16)[None] % ARCH.vocab_size
-    whole = generate(model, long, 5, SamplingOptions(temperature=0))
+    output = generate(model, long, 5, SamplingOptions(temperature=0))
     window = generate(model, long[:, -ARCH.context :], 5, SamplingOptions(temperature=0))
-    assert torch.equal(whole[:, -5:], window[:, -5:])
+    assert torch.equal(output[:, -5:], window[:, -5:])
 
 
 def test_dropout_is_off_and_the_mode_comes_back() -> None:
@@ -185,7 +189,9 @@ def test_logits_that_are_not_finite_are_told(model: GPT) -> None:
 
 
 def test_the_coldest_temperature_takes_the_most_likely(model: GPT) -> None:
-    cold = generate(model, PROMPT, 6, SamplingOptions(temperature=1e-300), generator=seeded(0))
+    cold = generate(
+        model, PROMPT, 6, SamplingOptions(temperature=1e-300), generator=generator_of(0)
+    )
     assert torch.equal(cold, generate(model, PROMPT, 6, SamplingOptions(temperature=0)))
 
 
@@ -205,12 +211,12 @@ def test_a_small_model_computes_with_one_thread_and_leaves_the_others(model: GPT
 def test_the_same_tokens_are_left_as_in_transformers(
     top_k: int | None, top_p: float | None
 ) -> None:
-    logits = torch.randn(50, 90, generator=seeded(0)) * 4
+    logits = torch.randn(50, 90, generator=generator_of(0)) * 4
     logits[:, 7:30] = logits[:, :23]  # as likely as others
-    theirs = LogitsProcessorList([TemperatureLogitsWarper(0.7)])
-    theirs += [TopKLogitsWarper(top_k)] if top_k else []
-    theirs += [TopPLogitsWarper(top_p)] if top_p else []
-    expected = theirs(torch.empty(50, 1, dtype=torch.long), logits)
+    processors = LogitsProcessorList([TemperatureLogitsWarper(0.7)])
+    processors += [TopKLogitsWarper(top_k)] if top_k else []
+    processors += [TopPLogitsWarper(top_p)] if top_p else []
+    expected = processors(torch.empty(50, 1, dtype=torch.long), logits)
     assert torch.equal(filter_logits(logits / 0.7, top_k, top_p), expected)
 
 
@@ -220,12 +226,12 @@ def test_a_sample_does_not_depend_on_the_others(model: GPT) -> None:
         model.token_embedding.weight /= 15
 
     def texts(samples: int) -> list[str]:
-        found = [""] * samples
+        pieces = [""] * samples
         for number, piece in continuations(
             model, tokenizer, [1, 2], 20, samples, SamplingOptions(seed=5)
         ):
-            found[number] += piece
-        return found
+            pieces[number] += piece
+        return pieces
 
     three = texts(3)
     assert len(set(three)) == 3
@@ -253,8 +259,8 @@ def test_text_comes_in_whole_characters(tokenizer: ByteTokenizer) -> None:
 def test_text_ends_before_the_first_stop(stops: tuple[str, ...]) -> None:
     tokenizer = ByteTokenizer()
     stream = TextStream(tokenizer, stops)
-    given = "".join(stream.add(int(token)) for token in tokenizer.encode(TEXT))
+    text = "".join(stream.add(int(token)) for token in tokenizer.encode(TEXT))
     ends = [TEXT.find(stop) for stop in stops if stop in TEXT]
     assert stream.ended == bool(ends)
-    assert given + stream.end() == TEXT[: min(ends, default=None)]
-    assert not any(stop in given for stop in stops)
+    assert text + stream.end() == TEXT[: min(ends, default=None)]
+    assert not any(stop in text for stop in stops)

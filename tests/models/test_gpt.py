@@ -57,7 +57,7 @@ def architectures(draw: st.DrawFn) -> Architecture:
     )
 
 
-def made(arch: Architecture, seed: int = 0, **options: Any) -> GPT:
+def random_model(arch: Architecture, seed: int = 0, **options: Any) -> GPT:
     """A model whose every parameter matters: no zero biases, no tiny outputs."""
     model = GPT(arch, **options)
     model.init_weights(seed)
@@ -87,18 +87,18 @@ def test_the_module_has_the_parameters_of_the_table(arch: Architecture) -> None:
 @given(architectures(), st.data())
 @settings(max_examples=40, deadline=None)
 def test_the_future_does_not_change_the_past(arch: Architecture, data: st.DataObject) -> None:
-    model = made(arch).double()
+    model = random_model(arch).double()
     before = tokens(arch)
-    changed = data.draw(st.integers(1, arch.context - 1))
+    first_change = data.draw(st.integers(1, arch.context - 1))
     after = before.clone()
-    after[:, changed:] = (after[:, changed:] + 1) % arch.vocab_size
-    past = slice(0, changed)
+    after[:, first_change:] = (after[:, first_change:] + 1) % arch.vocab_size
+    past = slice(0, first_change)
     torch.testing.assert_close(model(before)[:, past], model(after)[:, past])
 
 
 @STYLES
 def test_the_past_changes_the_future(arch: Architecture) -> None:
-    model = made(arch)
+    model = random_model(arch)
     before = tokens(arch)
     after = before.clone()
     after[:, 0] = (after[:, 0] + 1) % arch.vocab_size
@@ -107,18 +107,18 @@ def test_the_past_changes_the_future(arch: Architecture) -> None:
 
 @STYLES
 def test_the_loss_is_the_sum_over_targets_that_count(arch: Architecture) -> None:
-    model = made(arch).double()
+    model = random_model(arch).double()
     inputs, targets = tokens(arch), tokens(arch).flip(0)
     targets[0, :5] = -1
     log_p_BTV = model(inputs).log_softmax(-1)
-    counted = [(b, t) for b, t in np.ndindex(*targets.shape) if targets[b, t] != -1]
-    expected = torch.stack([-log_p_BTV[b, t, targets[b, t]] for b, t in counted]).sum()
+    places = [(b, t) for b, t in np.ndindex(*targets.shape) if targets[b, t] != -1]
+    expected = torch.stack([-log_p_BTV[b, t, targets[b, t]] for b, t in places]).sum()
     torch.testing.assert_close(model(inputs, targets), expected)
 
 
 def test_the_loss_is_a_float32_scalar_under_autocast() -> None:
     for arch in (GPT2, LLAMA, MIXED):
-        model = made(arch)
+        model = random_model(arch)
         inputs = tokens(arch)
         exact = model(inputs, inputs)
         with torch.autocast("cpu", torch.bfloat16):
@@ -132,21 +132,21 @@ def test_the_loss_is_a_float32_scalar_under_autocast() -> None:
 
 @STYLES
 def test_float64_agrees_with_float32(arch: Architecture) -> None:
-    model = made(arch)
+    model = random_model(arch)
     low = model(tokens(arch))
     torch.testing.assert_close(model.double()(tokens(arch)).float(), low, rtol=1e-3, atol=1e-4)
 
 
 def test_grouped_heads_equal_full_heads_with_the_groups_repeated() -> None:
-    grouped = made(LLAMA).double()
+    grouped_model = random_model(LLAMA).double()
     full = GPT(replace(LLAMA, n_kv_head=LLAMA.n_head)).double()
-    values = grouped.state_dict()
+    values = grouped_model.state_dict()
     for name, value in values.items():
         if ".key." in name or ".value." in name:
             heads = value.unflatten(0, (LLAMA.n_kv_head, LLAMA.head_dim))
             values[name] = heads.repeat_interleave(2, 0).flatten(0, 1)
     full.load_state_dict(values)
-    torch.testing.assert_close(full(tokens(LLAMA)), grouped(tokens(LLAMA)))
+    torch.testing.assert_close(full(tokens(LLAMA)), grouped_model(tokens(LLAMA)))
 
 
 def test_rotation_depends_on_the_distance_alone() -> None:
@@ -166,15 +166,15 @@ def test_rotation_depends_on_the_distance_alone() -> None:
 def test_rotation_pairs_channels_half_a_head_apart() -> None:
     cos, sin = rope_table(replace(LLAMA, context=4, head_dim=4, rope_base=100.0))
     x = torch.tensor([1.0, 0.0, 0.0, 2.0], dtype=torch.float64).view(1, 1, 4)
-    turned = rotate(x, (cos[3:4], sin[3:4])).flatten()
+    output = rotate(x, (cos[3:4], sin[3:4])).flatten()
     a, b = torch.tensor([3.0, 0.3], dtype=torch.float64)
-    torch.testing.assert_close(turned, torch.stack([a.cos(), -2 * b.sin(), a.sin(), 2 * b.cos()]))
+    torch.testing.assert_close(output, torch.stack([a.cos(), -2 * b.sin(), a.sin(), 2 * b.cos()]))
 
 
 @STYLES
 def test_gradient_checkpointing_changes_no_gradient(arch: Architecture) -> None:
     inputs = tokens(arch)
-    plain, frugal = made(arch), made(arch, gradient_checkpointing=True)
+    plain, frugal = random_model(arch), random_model(arch, gradient_checkpointing=True)
     plain(inputs, inputs).backward()
     frugal(inputs, inputs).backward()
     for (name, a), b in zip(plain.named_parameters(), frugal.parameters(), strict=True):
@@ -186,7 +186,7 @@ def test_gradient_checkpointing_changes_no_gradient(arch: Architecture) -> None:
 def test_gradient_checkpointing_draws_the_same_dropout_again() -> None:
     arch = replace(GPT2, dropout=0.5)
     gradients = []
-    for model in (made(arch), made(arch, gradient_checkpointing=True)):
+    for model in (random_model(arch), random_model(arch, gradient_checkpointing=True)):
         torch.manual_seed(5)
         model(tokens(arch), tokens(arch)).backward()
         gradients.append(model.get_parameter("blocks.0.mlp.up.weight").grad)
@@ -194,7 +194,7 @@ def test_gradient_checkpointing_draws_the_same_dropout_again() -> None:
 
 
 def test_dropout_acts_in_training_only() -> None:
-    model = made(replace(LLAMA, dropout=0.5))
+    model = random_model(replace(LLAMA, dropout=0.5))
     inputs = tokens(LLAMA)
     assert not torch.equal(model(inputs), model(inputs))
     model.eval()
@@ -214,19 +214,19 @@ def test_every_parameter_receives_a_gradient(arch: Architecture) -> None:
 
 
 def test_first_weights_depend_on_seed_and_name_alone() -> None:
-    small, again = GPT(LLAMA), GPT(LLAMA)
+    small, other = GPT(LLAMA), GPT(LLAMA)
     deep = GPT(replace(LLAMA, n_layer=LLAMA.n_layer + 1, tied=True))
     small.init_weights(7)
     torch.manual_seed(123)
-    again.init_weights(7)
+    other.init_weights(7)
     deep.init_weights(7)
     values, deeper = small.state_dict(), deep.state_dict()
-    assert all(torch.equal(value, again.state_dict()[name]) for name, value in values.items())
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in values.items())
     shared = "blocks.1.attn.query.weight"
     assert torch.equal(values[shared], deeper[shared])
     assert not torch.equal(values[shared], values["blocks.0.attn.query.weight"])
-    again.init_weights(8)
-    assert not torch.equal(values[shared], again.state_dict()[shared])
+    other.init_weights(8)
+    assert not torch.equal(values[shared], other.state_dict()[shared])
 
 
 def test_drawing_first_weights_leaves_the_global_generator_alone() -> None:
@@ -249,7 +249,7 @@ def test_a_model_may_be_shaped_on_meta_and_filled_later(arch: Architecture) -> N
 def test_a_model_shaped_on_meta_may_take_loaded_weights() -> None:
     with torch.device("meta"):
         model = GPT(LLAMA)
-    source = made(LLAMA)
+    source = random_model(LLAMA)
     model.to_empty(device="cpu").reset_buffers()
     model.load_state_dict(source.state_dict())
     assert torch.equal(model(tokens(LLAMA)), source(tokens(LLAMA)))
@@ -262,8 +262,8 @@ def test_counted_flops_are_those_of_forward_and_backward(arch: Architecture) -> 
     inputs = tokens(arch)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(inputs, inputs).backward()
-    measured = counter.get_total_flops() / inputs.numel()
-    assert measured == pytest.approx(flops_per_token(arch), rel=0.02)
+    flops = counter.get_total_flops() / inputs.numel()
+    assert flops == pytest.approx(flops_per_token(arch), rel=0.02)
 
 
 def test_more_tokens_than_the_context_are_refused() -> None:
@@ -273,6 +273,6 @@ def test_more_tokens_than_the_context_are_refused() -> None:
 
 @STYLES
 def test_shorter_inputs_see_the_same_positions(arch: Architecture) -> None:
-    model = made(arch).double()
+    model = random_model(arch).double()
     inputs = tokens(arch)
     torch.testing.assert_close(model(inputs[:, :5]), model(inputs)[:, :5])

@@ -54,8 +54,8 @@ def test_a_config_says_all_of_an_architecture(arch: Architecture) -> None:
 @given(exportable())
 @settings(deadline=None, max_examples=40)
 def test_transformers_reads_the_config_as_it_is_meant(arch: Architecture) -> None:
-    made = to_config(arch, end_id=1)
-    read = {"gpt2": GPT2Config, "llama": LlamaConfig}[style_of(arch)](**made)
+    config = to_config(arch, end_id=1)
+    read = {"gpt2": GPT2Config, "llama": LlamaConfig}[style_of(arch)](**config)
     assert from_config(read.to_dict()) == arch
     assert (read.bos_token_id, read.eos_token_id) == (1, 1)
 
@@ -81,7 +81,7 @@ def test_biases_that_gpt2_has_anyway_do_not_stand_in_the_way() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arch", "said"),
+    ("arch", "messages"),
     [
         (replace(LLAMA, qk_norm=True), ["model.qk_norm: true, but Llama does not"]),
         (replace(GPT2, qk_norm=True), ["model.qk_norm: true, but GPT-2 does not"]),
@@ -104,14 +104,14 @@ def test_biases_that_gpt2_has_anyway_do_not_stand_in_the_way() -> None:
     ],
 )
 def test_an_architecture_without_counterpart_is_refused_by_name(
-    arch: Architecture, said: list[str]
+    arch: Architecture, messages: list[str]
 ) -> None:
-    with pytest.raises(CheckpointError) as refused:
+    with pytest.raises(CheckpointError) as error:
         to_config(arch)
-    for words in said:
-        assert words in str(refused.value)
-    assert "preset: " in str(refused.value)
-    assert str(refused.value).count("  model.") == len(said)
+    for words in messages:
+        assert words in str(error.value)
+    assert "preset: " in str(error.value)
+    assert str(error.value).count("  model.") == len(messages)
 
 
 def test_an_open_mask_is_refused_until_it_is_open() -> None:
@@ -125,7 +125,7 @@ def test_adapters_do_not_stand_in_the_way() -> None:
 
 
 @pytest.mark.parametrize(
-    ("entries", "said"),
+    ("entries", "message"),
     [
         ({"model_type": "mistral"}, "model_type 'mistral'; import reads gpt2 and llama"),
         ({"model_type": "gpt2", "activation_function": "tanh"}, "activation_function: 'tanh'"),
@@ -156,15 +156,15 @@ def test_adapters_do_not_stand_in_the_way() -> None:
     ],
 )
 def test_an_entry_without_counterpart_is_refused_by_name(
-    entries: dict[str, Any], said: str
+    entries: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(CheckpointError) as refused:
+    with pytest.raises(CheckpointError) as error:
         from_config(entries)
-    assert said in str(refused.value)
+    assert message in str(error.value)
 
 
 def test_everything_wrong_is_said_at_once() -> None:
     config = {"model_type": "gpt2", "activation_function": "tanh", "n_layer": "x", "n_head": 7}
-    with pytest.raises(CheckpointError) as refused:
+    with pytest.raises(CheckpointError) as error:
         from_config(config)
-    assert len(str(refused.value).splitlines()) == 4
+    assert len(str(error.value).splitlines()) == 4

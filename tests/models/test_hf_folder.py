@@ -49,7 +49,7 @@ GPT2 = gpt2(300, n_mlp=72, norm_eps=1e-3)
 LLAMA = llama(300, rope_base=77.0, norm_eps=1e-3)
 TEXT = "Zwei Größen: naïve 2 × 3\n\tund “6”. <|end|> <unk>"
 TOKENIZERS = [ByteTokenizer(), train_char([TEXT]), train_bpe([TEXT] * 4, 300)]
-KINDS = pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=lambda each: each.kind)
+KINDS = pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=lambda tokenizer: tokenizer.kind)
 
 
 def random_model(arch: Architecture, seed: int = 0) -> GPT:
@@ -63,7 +63,7 @@ def random_model(arch: Architecture, seed: int = 0) -> GPT:
     return model.eval()
 
 
-def published(
+def publish(
     run: Path, model: GPT, ema: GPT | None = None, tokenizer: Tokenizer | None = None
 ) -> Path:
     run.mkdir()
@@ -78,8 +78,8 @@ def published(
 def logits(model: torch.nn.Module) -> torch.Tensor:
     tokens = torch.arange(24).reshape(2, 12) * 11 % 300
     with torch.no_grad():
-        found = model(tokens)
-    return getattr(found, "logits", found)
+        output = model(tokens)
+    return getattr(output, "logits", output)
 
 
 @pytest.mark.parametrize(
@@ -111,23 +111,23 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 )
 def test_transformers_computes_the_same_logits(tmp_path: Path, arch: Architecture) -> None:
     model = random_model(arch)
-    export_folder(load_checkpoint(published(tmp_path / "run", model)), tmp_path / "hf")
+    export_folder(load_checkpoint(publish(tmp_path / "run", model)), tmp_path / "hf")
     kind = GPT2LMHeadModel if arch.norm == "layernorm" else LlamaForCausalLM
-    loaded, told = kind.from_pretrained(tmp_path / "hf", output_loading_info=True)
-    assert not any(told.values()), told
+    hf_model, loading_info = kind.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not any(loading_info.values()), loading_info
     assert logits(model).abs().max() > 0.5
-    torch.testing.assert_close(logits(loaded.eval()), logits(model), rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits(hf_model.eval()), logits(model), rtol=0, atol=1e-5)
     auto = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert type(auto) is kind
 
 
 def test_the_moving_average_is_exported_where_asked_for(tmp_path: Path) -> None:
     model, average = random_model(LLAMA, 1), random_model(LLAMA, 2)
-    path = published(tmp_path / "run", model, average)
+    path = publish(tmp_path / "run", model, average)
     export_folder(load_checkpoint(path), tmp_path / "hf", averaged=True)
-    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "hf")
-    torch.testing.assert_close(logits(loaded), logits(average), rtol=0, atol=1e-5)
-    bare = published(tmp_path / "other", model)
+    hf_model = LlamaForCausalLM.from_pretrained(tmp_path / "hf")
+    torch.testing.assert_close(logits(hf_model), logits(average), rtol=0, atol=1e-5)
+    bare = publish(tmp_path / "other", model)
     with pytest.raises(
         CheckpointError, match=r"no moving average was kept \(train\.ema\); it has model"
     ):
@@ -135,20 +135,24 @@ def test_the_moving_average_is_exported_where_asked_for(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.parametrize(("most", "files"), [(1 << 20, 1), (40_000, 5), (1, 21)])
-def test_a_large_model_is_several_files(tmp_path: Path, most: int, files: int) -> None:
+@pytest.mark.parametrize(("max_bytes", "files"), [(1 << 20, 1), (40_000, 5), (1, 21)])
+def test_a_large_model_is_several_files(tmp_path: Path, max_bytes: int, files: int) -> None:
     model = random_model(LLAMA)
     folder = tmp_path / "hf"
-    export_folder(load_checkpoint(published(tmp_path / "run", model)), folder, max_shard_bytes=most)
-    found = sorted(path.name for path in folder.glob("*.safetensors"))
-    assert len(found) == files
+    export_folder(
+        load_checkpoint(publish(tmp_path / "run", model)), folder, max_shard_bytes=max_bytes
+    )
+    names = sorted(path.name for path in folder.glob("*.safetensors"))
+    assert len(names) == files
     assert (folder / "model.safetensors.index.json").exists() == (files > 1)
     if files > 1:
-        assert found[0] == f"model-00001-of-{files:05}.safetensors"
-        assert max((folder / name).stat().st_size for name in found) <= max(most + 2000, 40_000)
-    loaded, told = LlamaForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not any(told.values()), told
-    torch.testing.assert_close(logits(loaded.eval()), logits(model), rtol=0, atol=1e-5)
+        assert names[0] == f"model-00001-of-{files:05}.safetensors"
+        assert max((folder / name).stat().st_size for name in names) <= max(
+            max_bytes + 2000, 40_000
+        )
+    hf_model, loading_info = LlamaForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(loading_info.values()), loading_info
+    torch.testing.assert_close(logits(hf_model.eval()), logits(model), rtol=0, atol=1e-5)
     back = load_checkpoint(import_folder(folder, tmp_path / "again", tokenizer="byte")).tensors()
     assert all(torch.equal(back[name], weight) for name, weight in model.named_parameters())
 
@@ -163,16 +167,16 @@ def test_a_model_in_parts_is_exported_a_tensor_at_a_time(forks: Forks, tmp_path:
     assert child.finish() == 0, child.output()
     total = sum(weight.nbytes for weight in weights.values())
     assert float(child.output().splitlines()[-1]) * in_parts.MIB < total / 4
-    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
-    wanted = to_tensors(arch, weights)
-    assert loaded.keys() == wanted.keys()
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in wanted.items())
+    tensors = LlamaForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
+    expected = to_tensors(arch, weights)
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize("arch", [GPT2, replace(LLAMA, tied=True), LLAMA])
 def test_export_import_export_changes_no_bit(tmp_path: Path, arch: Architecture) -> None:
     model = random_model(arch)
-    first = published(tmp_path / "run", model, tokenizer=TOKENIZERS[2])
+    first = publish(tmp_path / "run", model, tokenizer=TOKENIZERS[2])
     export_folder(load_checkpoint(first), tmp_path / "one")
     second = import_folder(tmp_path / "one", tmp_path / "again")
     export_folder(load_checkpoint(second), tmp_path / "two")
@@ -180,13 +184,13 @@ def test_export_import_export_changes_no_bit(tmp_path: Path, arch: Architecture)
     assert names == ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
     for name in names:
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
-    there, back = load_checkpoint(first).tensors(), load_checkpoint(second).tensors()
-    assert there.keys() == back.keys()
-    assert all(torch.equal(there[name], back[name]) for name in there)
+    original, back = load_checkpoint(first).tensors(), load_checkpoint(second).tensors()
+    assert original.keys() == back.keys()
+    assert all(torch.equal(original[name], back[name]) for name in original)
 
 
 @pytest.mark.parametrize(
-    "theirs",
+    "hf_model",
     [
         GPT2LMHeadModel(GPT2Config(vocab_size=90, n_positions=24, n_embd=24, n_layer=2, n_head=3)),
         LlamaForCausalLM(
@@ -206,9 +210,9 @@ def test_export_import_export_changes_no_bit(tmp_path: Path, arch: Architecture)
 )
 @pytest.mark.parametrize("shards", [{}, {"max_shard_size": "20KB"}], ids=["one", "sharded"])
 def test_what_transformers_saved_becomes_a_run(
-    tmp_path: Path, theirs: Any, shards: dict[str, str]
+    tmp_path: Path, hf_model: Any, shards: dict[str, str]
 ) -> None:
-    theirs.eval().save_pretrained(tmp_path / "hf", **shards)
+    hf_model.eval().save_pretrained(tmp_path / "hf", **shards)
     assert (tmp_path / "hf/model.safetensors").exists() == (not shards)
     with pytest.raises(CheckpointError, match=r"no tokenizer\.json, and nothing says which tokens"):
         import_folder(tmp_path / "hf", tmp_path / "run")
@@ -216,20 +220,20 @@ def test_what_transformers_saved_becomes_a_run(
         import_folder(tmp_path / "hf", tmp_path / "run", tokenizer="byte")
     (tmp_path / "hf/tokenizer.json").write_text(to_fast(TOKENIZERS[1]))
     path = import_folder(tmp_path / "hf", tmp_path / "run")
-    ours = load_gpt(path)
+    model = load_gpt(path)
     tokens = torch.arange(20).reshape(2, 10) * 7 % 90
     with torch.no_grad():
-        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
+        torch.testing.assert_close(model(tokens), hf_model(tokens).logits, rtol=0, atol=1e-5)
     assert path == tmp_path / "run/checkpoints/step-0"
     assert load_checkpoint(path).manifest.reason == "imported from hf"
     config = load_config(str(tmp_path / "run/run.yaml")).config
-    assert resolve_architecture(config.model, 90) == ours.arch
+    assert resolve_architecture(config.model, 90) == model.arch
     assert config.name == "run"
 
 
 @KINDS
 def test_the_tokenizer_goes_along_and_comes_back(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    path = published(tmp_path / "run", random_model(GPT2), tokenizer=tokenizer)
+    path = publish(tmp_path / "run", random_model(GPT2), tokenizer=tokenizer)
     export_folder(load_checkpoint(path), tmp_path / "hf")
     fast = AutoTokenizer.from_pretrained(tmp_path / "hf")
     for text in (TEXT, TEXT[:9], "", "a  b\r\n\x00"):
@@ -242,8 +246,8 @@ def test_the_tokenizer_goes_along_and_comes_back(tmp_path: Path, tokenizer: Toke
     assert load_saved_tokenizer(tmp_path / "again").fingerprint == tokenizer.fingerprint
     assert load_checkpoint(back).manifest.tokenizer == tokenizer.fingerprint
     data = load_config(str(tmp_path / "again/run.yaml")).config.data
-    own = tmp_path / "again/tokenizer.json"
-    assert data.tokenizer == ("byte" if tokenizer.kind == "byte" else str(own))
+    tokenizer_file = tmp_path / "again/tokenizer.json"
+    assert data.tokenizer == ("byte" if tokenizer.kind == "byte" else str(tokenizer_file))
 
 
 def test_what_came_with_a_foreign_model_goes_with_its_export(
@@ -259,10 +263,10 @@ def test_what_came_with_a_foreign_model_goes_with_its_export(
         pad_token_id=5,
     )
     folder = tmp_path / "hf"
-    theirs = LlamaForCausalLM(config)
-    theirs.generation_config.temperature = 0.3
-    theirs.generation_config.do_sample = True
-    theirs.save_pretrained(folder)
+    hf_model = LlamaForCausalLM(config)
+    hf_model.generation_config.temperature = 0.3
+    hf_model.generation_config.do_sample = True
+    hf_model.save_pretrained(folder)
     (folder / "tokenizer.json").write_text(tokenizer.to_json())
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "e", "bos_token": "Z"}
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
@@ -273,11 +277,12 @@ def test_what_came_with_a_foreign_model_goes_with_its_export(
     assert names == {file.name for file in (tmp_path / "back").iterdir()}
     for name in names - {"config.json", "model.safetensors"}:
         assert (tmp_path / "back" / name).read_bytes() == (folder / name).read_bytes()
-    there, back = (
-        json.loads((each / "config.json").read_text()) for each in (folder, tmp_path / "back")
+    original_config, back = (
+        json.loads((directory / "config.json").read_text())
+        for directory in (folder, tmp_path / "back")
     )
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        assert back[key] == there[key]
+        assert back[key] == original_config[key]
     fast = AutoTokenizer.from_pretrained(tmp_path / "back")
     assert (fast.bos_token, fast.eos_token) == ("Z", "e")
     # also from a run that starts from either
@@ -293,9 +298,9 @@ def test_what_came_with_a_foreign_model_goes_with_its_export(
         assert names == {file.name for file in out.iterdir()}
         for name in names - {"config.json", "model.safetensors"}:
             assert (out / name).read_bytes() == (folder / name).read_bytes()
-        trained = json.loads((out / "config.json").read_text())
+        exported_config = json.loads((out / "config.json").read_text())
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            assert trained[key] == there[key]
+            assert exported_config[key] == original_config[key]
 
 
 def test_a_foreign_tokenizer_is_taken_as_it_is() -> None:
@@ -309,17 +314,15 @@ def test_a_foreign_tokenizer_is_taken_as_it_is() -> None:
 
 def test_a_tokenizer_of_more_tokens_than_rows_is_refused(tmp_path: Path) -> None:
     small = resolve_architecture(ModelConfig(n_layer=1, n_head=1, n_embd=8, context=8), 256)
-    export_folder(
-        load_checkpoint(published(tmp_path / "run", random_model(small))), tmp_path / "hf"
-    )
+    export_folder(load_checkpoint(publish(tmp_path / "run", random_model(small))), tmp_path / "hf")
     (tmp_path / "hf/tokenizer.json").write_text(TOKENIZERS[2].to_json())
     with pytest.raises(CheckpointError, match=r"tokenizer.json: \d+ tokens, but .* 256 rows"):
         import_folder(tmp_path / "hf", tmp_path / "again")
     assert not (tmp_path / "again").exists()
 
 
-def exported(tmp_path: Path) -> Path:
-    export_folder(load_checkpoint(published(tmp_path / "run", random_model(GPT2))), tmp_path / "hf")
+def export_model(tmp_path: Path) -> Path:
+    export_folder(load_checkpoint(publish(tmp_path / "run", random_model(GPT2))), tmp_path / "hf")
     return tmp_path / "hf"
 
 
@@ -334,7 +337,7 @@ class Canary:
 
 
 def test_pickled_weights_are_not_opened(tmp_path: Path) -> None:
-    folder = exported(tmp_path)
+    folder = export_model(tmp_path)
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Canary(tmp_path / "opened")))
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin, which may run any program"):
@@ -349,7 +352,7 @@ def test_pickled_weights_are_not_opened(tmp_path: Path) -> None:
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no config\.json; import takes"):
         import_folder(tmp_path, tmp_path / "again")
-    folder = exported(tmp_path)
+    folder = export_model(tmp_path)
     (folder / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"no model\.safetensors"):
         import_folder(folder, tmp_path / "again")
@@ -364,14 +367,14 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
 
 def test_heads_of_another_width_are_those_of_the_run(tmp_path: Path) -> None:
     arch = replace(LLAMA, head_dim=12)
-    export_folder(load_checkpoint(published(tmp_path / "run", random_model(arch))), tmp_path / "hf")
+    export_folder(load_checkpoint(publish(tmp_path / "run", random_model(arch))), tmp_path / "hf")
     path = import_folder(tmp_path / "hf", tmp_path / "again", tokenizer="byte")
     config = load_config(str(tmp_path / "again/run.yaml")).config
     assert resolve_architecture(config.model, 300) == load_gpt(path).arch == arch
 
 
 def test_folders_that_hold_something_are_left_alone(tmp_path: Path) -> None:
-    path = published(tmp_path / "run", random_model(GPT2))
+    path = publish(tmp_path / "run", random_model(GPT2))
     (tmp_path / "full").mkdir()
     (tmp_path / "full/mine").touch()
     with pytest.raises(WriteError, match="is not empty, it holds mine"):
@@ -386,11 +389,11 @@ def test_folders_that_hold_something_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
-    path = published(tmp_path / "run", random_model(GPT2))
+    path = publish(tmp_path / "run", random_model(GPT2))
     (tmp_path / "file").touch()
     with pytest.raises(WriteError, match="cannot write"):
         export_folder(load_checkpoint(path), tmp_path / "file/hf")
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "run"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "run"]
 
 
 def test_a_checkpoint_of_no_gpt_is_refused(tmp_path: Path) -> None:
@@ -402,7 +405,7 @@ def test_a_checkpoint_of_no_gpt_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_tied_head_is_written_once(tmp_path: Path) -> None:
-    tensors = load_file(exported(tmp_path) / "model.safetensors")
+    tensors = load_file(export_model(tmp_path) / "model.safetensors")
     assert "lm_head.weight" not in tensors
     save_file(tensors | {"lm_head.weight": torch.zeros(300, 32)}, tmp_path / "hf/model.safetensors")
     with pytest.raises(CheckpointError, match=r"lm_head\.weight: differs"):
@@ -428,7 +431,7 @@ def config_of(folder: Path, **changes: Any) -> dict[str, Any]:
 def test_sizes_that_no_model_has_are_refused_before_anything_is_counted(
     tmp_path: Path, key: str, field: str
 ) -> None:
-    folder = exported(tmp_path)
+    folder = export_model(tmp_path)
     config_of(folder, **{key: 2**40, "n_embd": 2**41} if key == "n_head" else {key: 2**40})
     with pytest.raises(CheckpointError, match=f"model.{field}: must be at most"):
         import_folder(folder, tmp_path / "new")
@@ -436,19 +439,19 @@ def test_sizes_that_no_model_has_are_refused_before_anything_is_counted(
 
 
 def test_what_the_schema_refuses_is_told_in_the_schemas_words(tmp_path: Path) -> None:
-    folder = exported(tmp_path)
+    folder = export_model(tmp_path)
     config_of(folder, layer_norm_epsilon=7.0)
-    with pytest.raises(CheckpointError) as raised:
+    with pytest.raises(CheckpointError) as error:
         import_folder(folder, tmp_path / "new")
     assert "model.norm_eps: must be a number greater than 0 and at most 1, got 7.0" in str(
-        raised.value
+        error.value
     )
-    assert "pydantic" not in str(raised.value)
+    assert "pydantic" not in str(error.value)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite_are_not_imported(tmp_path: Path, value: float) -> None:
-    folder = exported(tmp_path)
+    folder = export_model(tmp_path)
     tensors = load_file(folder / "model.safetensors")
     tensors["transformer.ln_f.bias"][3] = value
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

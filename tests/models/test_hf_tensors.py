@@ -49,23 +49,23 @@ def test_names_and_shapes_are_those_of_transformers(arch: Architecture) -> None:
             model: torch.nn.Module = GPT2LMHeadModel(GPT2Config(**config))
         else:
             model = LlamaForCausalLM(LlamaConfig(**config))
-    theirs = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    made = {name: tuple(t.shape) for name, t in to_tensors(arch, random_tensors(arch)).items()}
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    actual = {name: tuple(t.shape) for name, t in to_tensors(arch, random_tensors(arch)).items()}
     if arch.tied:
-        del theirs["lm_head.weight"]
-    assert made == theirs
+        del expected["lm_head.weight"]
+    assert actual == expected
 
 
 def test_where_there_are_no_biases_gpt2_gets_zeros() -> None:
     bare = replace(GPT2, bias=False)
-    made = to_tensors(bare, random_tensors(bare))
-    assert made.keys() == to_tensors(GPT2, random_tensors(GPT2)).keys()
-    assert all(not tensor.any() for name, tensor in made.items() if name.endswith(".bias"))
+    tensors = to_tensors(bare, random_tensors(bare))
+    assert tensors.keys() == to_tensors(GPT2, random_tensors(GPT2)).keys()
+    assert all(not tensor.any() for name, tensor in tensors.items() if name.endswith(".bias"))
 
 
 def test_what_older_versions_saved_besides_is_passed_over() -> None:
-    made = to_tensors(GPT2, random_tensors(GPT2))
-    old = {name.removeprefix("transformer."): tensor for name, tensor in made.items()}
+    tensors = to_tensors(GPT2, random_tensors(GPT2))
+    old = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     old |= {"h.0.attn.bias": torch.ones(1, 1, 8, 8), "h.1.attn.masked_bias": torch.tensor(-1e4)}
     old |= {"lm_head.weight": old["wte.weight"].clone()}
     assert from_tensors(GPT2, old).keys() == random_tensors(GPT2).keys()
@@ -82,22 +82,22 @@ def test_half_precision_becomes_float32() -> None:
 
 
 def test_everything_that_does_not_fit_is_named_at_once() -> None:
-    given = to_tensors(GPT2, random_tensors(GPT2))
-    del given["transformer.wpe.weight"]
-    given["transformer.h.0.attn.c_attn.weight"] = torch.zeros(36, 12)
-    given["transformer.h.0.crossattention.bias"] = torch.zeros(1)
-    given["transformer.ln_f.weight"] = torch.zeros(12, dtype=torch.int8)
-    given["lm_head.weight"] = torch.zeros(50, 12)
-    with pytest.raises(CheckpointError) as refused:
-        from_tensors(GPT2, given)
-    for said in [
+    tensors = to_tensors(GPT2, random_tensors(GPT2))
+    del tensors["transformer.wpe.weight"]
+    tensors["transformer.h.0.attn.c_attn.weight"] = torch.zeros(36, 12)
+    tensors["transformer.h.0.crossattention.bias"] = torch.zeros(1)
+    tensors["transformer.ln_f.weight"] = torch.zeros(12, dtype=torch.int8)
+    tensors["lm_head.weight"] = torch.zeros(50, 12)
+    with pytest.raises(CheckpointError) as error:
+        from_tensors(GPT2, tensors)
+    for message in [
         "transformer.wpe.weight: missing",
         "transformer.h.0.attn.c_attn.weight: shape (36, 12), but config.json says (12, 36)",
         "transformer.h.0.crossattention.bias: unknown",
         "transformer.ln_f.weight: torch.int8",
         "lm_head.weight: differs from transformer.wte.weight",
     ]:
-        assert said in str(refused.value)
+        assert message in str(error.value)
 
 
 def test_many_that_do_not_fit_are_counted() -> None:

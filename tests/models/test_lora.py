@@ -61,15 +61,15 @@ def with_values(arch: Architecture, values: dict[str, Tensor]) -> GPT:
     return model
 
 
-def merged(arch: Architecture, values: dict[str, Tensor]) -> GPT:
+def merge_adapters(arch: Architecture, values: dict[str, Tensor]) -> GPT:
     """The model without adapters whose weights are W + scale · B A."""
     plain = replace(arch, lora=())
-    made = {name: values[name] for name in plain.parameters()}
+    weights = {name: values[name] for name in plain.parameters()}
     for name in arch.adaptable():
         if adapter := adapter_of(arch.lora, name):
             change = values[f"{name}.lora_b"] @ values[f"{name}.lora_a"]
-            made[f"{name}.weight"] = made[f"{name}.weight"] + adapter.scale * change
-    return with_values(plain, made)
+            weights[f"{name}.weight"] = weights[f"{name}.weight"] + adapter.scale * change
+    return with_values(plain, weights)
 
 
 def tokens(arch: Architecture) -> Tensor:
@@ -80,10 +80,10 @@ def tokens(arch: Architecture) -> Tensor:
 def test_an_adapted_weight_acts_as_the_sum(arch: Architecture) -> None:
     values = random_values(arch)
     inputs = tokens(arch)
-    adapted, plain = with_values(arch, values), merged(arch, values)
-    torch.testing.assert_close(adapted(inputs), plain(inputs), rtol=1e-11, atol=1e-11)
+    lora_model, plain = with_values(arch, values), merge_adapters(arch, values)
+    torch.testing.assert_close(lora_model(inputs), plain(inputs), rtol=1e-11, atol=1e-11)
     targets = inputs.roll(-1, 1)
-    torch.testing.assert_close(adapted(inputs, targets), plain(inputs, targets))
+    torch.testing.assert_close(lora_model(inputs, targets), plain(inputs, targets))
 
 
 @STYLES
@@ -175,37 +175,37 @@ def test_rank_stabilized_divides_by_the_root() -> None:
 
 
 @given(st.integers(1, 64), st.integers(1, 64), st.booleans())
-def test_another_rank_may_have_the_same_scale(rank: int, other: int, stabilized: bool) -> None:
-    adapter = Lora("attn", rank, 3.0, stabilized)
+def test_another_rank_may_have_the_same_scale(rank: int, other: int, rank_stabilized: bool) -> None:
+    adapter = Lora("attn", rank, 3.0, rank_stabilized)
     assert adapter.with_rank(other).scale == pytest.approx(adapter.scale)
 
 
 def test_adapters_count_as_their_weights_do() -> None:
-    plain, adapted = count_parameters(GPT2), count_parameters(replace(GPT2, lora=EVERYWHERE))
+    plain, lora_count = count_parameters(GPT2), count_parameters(replace(GPT2, lora=EVERYWHERE))
     attention, mlp = 4 * (32 + 32) * 4, 2 * (32 + 128) * 3
-    assert adapted.non_embedding - plain.non_embedding == 2 * (attention + mlp)
-    assert adapted.total - plain.total == 2 * (attention + mlp) + (40 + 32) * 2
-    assert adapted.matmul - plain.matmul == adapted.total - plain.total
+    assert lora_count.non_embedding - plain.non_embedding == 2 * (attention + mlp)
+    assert lora_count.total - plain.total == 2 * (attention + mlp) + (40 + 32) * 2
+    assert lora_count.matmul - plain.matmul == lora_count.total - plain.total
     more = flops_per_token(replace(GPT2, lora=EVERYWHERE)) - flops_per_token(GPT2)
-    assert more == 6 * (adapted.total - plain.total)
+    assert more == 6 * (lora_count.total - plain.total)
 
 
 @STYLES
 def test_counted_flops_are_those_of_forward_and_backward(arch: Architecture) -> None:
     inputs = tokens(arch)
 
-    def measured(shape: Architecture) -> float:
+    def measure_flops(shape: Architecture) -> float:
         model = with_values(shape, random_values(shape))
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             model(inputs, inputs).backward()
         return counter.get_total_flops() / inputs.numel()
 
-    assert measured(arch) == pytest.approx(flops_per_token(arch), rel=0.02)
+    assert measure_flops(arch) == pytest.approx(flops_per_token(arch), rel=0.02)
     # without a head's adapter, whose product is made once for all tokens
     inside = replace(arch, lora=(Lora("blocks.*", 3, 3.0),))
     plain = replace(arch, lora=())
     more = flops_per_token(inside) - flops_per_token(plain)
-    assert measured(inside) - measured(plain) == pytest.approx(more, rel=0.02)
+    assert measure_flops(inside) - measure_flops(plain) == pytest.approx(more, rel=0.02)
 
 
 def test_an_untied_table_is_looked_up_and_not_multiplied() -> None:
@@ -218,19 +218,19 @@ def test_an_untied_table_is_looked_up_and_not_multiplied() -> None:
 
 @STYLES
 def test_a_shape_survives_json(arch: Architecture) -> None:
-    told = json.loads(json.dumps(arch.to_dict()))
-    assert told == arch.to_dict()
-    assert Architecture.from_dict(told) == arch
+    fields = json.loads(json.dumps(arch.to_dict()))
+    assert fields == arch.to_dict()
+    assert Architecture.from_dict(fields) == arch
 
 
 def test_files_from_before_adapters_are_read() -> None:
-    told = GPT2.to_dict()
-    assert not told.keys() & {"lora", "mask"}
-    assert Architecture.from_dict(told) == GPT2
+    fields = GPT2.to_dict()
+    assert not fields.keys() & {"lora", "mask"}
+    assert Architecture.from_dict(fields) == GPT2
 
 
 @pytest.mark.parametrize(
-    ("lora", "said"),
+    ("lora", "message"),
     [
         ((Lora("atn", 2, 1.0),), r"'atn' names no weight of this model \(all, attn, mlp"),
         ((Lora("head", 2, 1.0),), "the head is tied, so it is the embedding"),
@@ -241,8 +241,8 @@ def test_files_from_before_adapters_are_read() -> None:
         ((Lora("attn", 2, 1.0), Lora("*.query", 2, 1.0)), "query is adapted by 'attn' already"),
     ],
 )
-def test_impossible_adapters_name_what_is_possible(lora: tuple[Lora, ...], said: str) -> None:
-    with pytest.raises(ArchitectureError, match=said):
+def test_impossible_adapters_name_what_is_possible(lora: tuple[Lora, ...], message: str) -> None:
+    with pytest.raises(ArchitectureError, match=message):
         replace(GPT2, lora=lora)
 
 
@@ -258,25 +258,25 @@ def test_adapters_from_json_are_checked() -> None:
 def test_entries_cover_what_is_wanted_and_nothing_twice(data: st.DataObject) -> None:
     weights = list(LLAMA.adaptable())
     kinds = [None, Lora("", 1, 1.0), Lora("", 2, 1.0)]
-    wanted = dict.fromkeys(weights, kinds[0])
+    adapters = dict.fromkeys(weights, kinds[0])
     for target in data.draw(st.lists(st.sampled_from([*TARGETS, "blocks.1.*", "*.up", *weights]))):
         kind = data.draw(st.sampled_from(kinds))
-        matched = Lora(target, 1, 1.0)
-        wanted |= {name: kind for name in weights if matched.matches(name)}
-    entries = cover_weights(wanted, ["blocks.1.*"])
+        lora = Lora(target, 1, 1.0)
+        adapters |= {name: kind for name in weights if lora.matches(name)}
+    entries = cover_weights(adapters, ["blocks.1.*"])
     for name in weights:
-        found = [replace(entry, target="") for entry in entries if entry.matches(name)]
-        assert found == ([wanted[name]] if wanted[name] else [])
+        actual = [replace(entry, target="") for entry in entries if entry.matches(name)]
+        assert actual == ([adapters[name]] if adapters[name] else [])
 
 
 def test_entries_are_as_short_as_their_names_allow() -> None:
-    def targets(lora: tuple[Lora, ...], *preferred: str) -> list[str]:
-        wanted = {name: adapter_of(lora, name) for name in LLAMA.adaptable()}
-        return [entry.target for entry in cover_weights(wanted, preferred)]
+    def targets(lora: tuple[Lora, ...], *preferences: str) -> list[str]:
+        adapters = {name: adapter_of(lora, name) for name in LLAMA.adaptable()}
+        return [entry.target for entry in cover_weights(adapters, preferences)]
 
-    one = Lora("blocks.*", 2, 1.0)
-    assert targets((one,)) == ["attn", "mlp"]
-    assert targets((one,), "blocks.*") == ["blocks.*"]
+    whole_blocks = Lora("blocks.*", 2, 1.0)
+    assert targets((whole_blocks,)) == ["attn", "mlp"]
+    assert targets((whole_blocks,), "blocks.*") == ["blocks.*"]
     assert targets((Lora("all", 2, 1.0),)) == ["all"]
     assert targets((Lora("*.up", 2, 1.0),)) == ["blocks.*.mlp.up"]
     assert targets((Lora("blocks.1.mlp.*", 2, 1.0),)) == [

@@ -30,10 +30,10 @@ def test_chunks_of_any_size_give_the_same_loss_and_gradients(
     tokens: int, vocab: int, rows: int
 ) -> None:
     x, weight, targets = problem(tokens, vocab)
-    chunked, whole = chunked_cross_entropy(x, weight, targets, rows), reference(x, weight, targets)
-    torch.testing.assert_close(chunked, whole)
+    loss, expected = chunked_cross_entropy(x, weight, targets, rows), reference(x, weight, targets)
+    torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(
-        torch.autograd.grad(chunked, (x, weight)), torch.autograd.grad(whole, (x, weight))
+        torch.autograd.grad(loss, (x, weight)), torch.autograd.grad(expected, (x, weight))
     )
 
 
@@ -47,8 +47,8 @@ def test_derivatives_are_those_of_finite_differences() -> None:
 def test_the_gradient_scales_with_what_follows() -> None:
     x, weight, targets = problem(10, 7)
     (plain,) = torch.autograd.grad(chunked_cross_entropy(x, weight, targets, 4), x)
-    (scaled,) = torch.autograd.grad(chunked_cross_entropy(x, weight, targets, 4) / 8, x)
-    torch.testing.assert_close(scaled * 8, plain)
+    (scaled_gradient,) = torch.autograd.grad(chunked_cross_entropy(x, weight, targets, 4) / 8, x)
+    torch.testing.assert_close(scaled_gradient * 8, plain)
 
 
 def test_only_what_needs_a_gradient_gets_one() -> None:
@@ -71,8 +71,8 @@ def test_positions_without_target_add_nothing_and_pass_nothing_back(
         x[5] = float("inf")
     loss = head_cross_entropy(x, weight, targets)
     assert loss.isfinite()
-    others = torch.arange(tokens) != 5
-    torch.testing.assert_close(loss, reference(x[others], weight, targets[others]))
+    has_target = torch.arange(tokens) != 5
+    torch.testing.assert_close(loss, reference(x[has_target], weight, targets[has_target]))
 
 
 @pytest.mark.parametrize(("tokens", "vocab"), [(64, 100), (300, 4096)], ids=["whole", "chunked"])
@@ -124,11 +124,11 @@ def test_small_gradients_survive_float16_as_far_as_the_loss_is_scaled() -> None:
     weight = torch.eye(8, requires_grad=True)
     # the other tokens' chances are e^-18, 1.5e-8
     x = (18.0 * torch.eye(8)[targets]).requires_grad_()
-    wanted = torch.autograd.grad(reference(x, weight, targets) * 2.0**16, (x, weight))
+    expected = torch.autograd.grad(reference(x, weight, targets) * 2.0**16, (x, weight))
     with torch.autocast("cpu", torch.float16):
         loss = chunked_cross_entropy(x, weight, targets, 4)
-    found = torch.autograd.grad(loss * 2.0**16, (x, weight))
+    actual = torch.autograd.grad(loss * 2.0**16, (x, weight))
     # those of the targets, 1 − p, are as exact as float32 has numbers near 1
-    others = torch.eye(8)[targets] == 0, torch.eye(8) == 0
-    for one, other, mask in zip(found, wanted, others, strict=True):
-        torch.testing.assert_close(one[mask], other[mask], rtol=1e-2, atol=1e-6)
+    masks = torch.eye(8)[targets] == 0, torch.eye(8) == 0
+    for gradient, other, mask in zip(actual, expected, masks, strict=True):
+        torch.testing.assert_close(gradient[mask], other[mask], rtol=1e-2, atol=1e-6)

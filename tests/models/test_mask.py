@@ -77,18 +77,20 @@ def without_new(
     """The model that has none of what is new: its slices are cut out of every tensor."""
     new = new_indices(axis)
     if axis == "layers":
-        kept = [layer for layer in range(arch.n_layer) if layer not in new]
-        renamed = {f"blocks.{old}.": f"blocks.{number}." for number, old in enumerate(kept)}
-        left = {}
+        kept_indices = [layer for layer in range(arch.n_layer) if layer not in new]
+        prefixes = {
+            f"blocks.{old}.": f"blocks.{number}." for number, old in enumerate(kept_indices)
+        }
+        tensors = {}
         for name, value in values.items():
             if layer_of(name) in new:
                 continue
-            for old, number in renamed.items():
+            for old, number in prefixes.items():
                 if name.startswith(old):
                     name = name.replace(old, number)
                     break
-            left[name] = value
-        return arch.resized(layers=len(kept)), left
+            tensors[name] = value
+        return arch.resized(layers=len(kept_indices)), tensors
     sizes = {axis: arch.sizes()[axis] - len(new)}
     cut: dict[str, list[int]] = {axis: new}
     if axis == "heads":
@@ -96,18 +98,20 @@ def without_new(
         per_group = arch.n_head // arch.n_kv_head
         cut["kv_heads"] = sorted({head // per_group for head in new})
         sizes["kv_heads"] = arch.n_kv_head - len(cut["kv_heads"])
-    left = {}
+    tensors = {}
     for name, entry in arch.parameters().items():
         value = values[name]
         for dim, axes in enumerate(entry.axes):
-            first, *rest = axes.split("*")
+            first, *factors = axes.split("*")
             if first in cut:
-                inner = arch.head_dim if rest else 1
-                kept = [n for n in range(arch.sizes()[first]) if n not in cut[first]]
-                value = value.unflatten(dim, (-1, inner)).index_select(dim, torch.tensor(kept))
+                inner = arch.head_dim if factors else 1
+                kept_indices = [n for n in range(arch.sizes()[first]) if n not in cut[first]]
+                value = value.unflatten(dim, (-1, inner)).index_select(
+                    dim, torch.tensor(kept_indices)
+                )
                 value = value.flatten(dim, dim + 1)
-        left[name] = value
-    return arch.resized(**sizes), left
+        tensors[name] = value
+    return arch.resized(**sizes), tensors
 
 
 @STYLES
@@ -120,9 +124,9 @@ def test_closed_it_computes_what_a_model_without_the_new_computes(
     plain = GPT(small).double()
     plain.load_state_dict(cut)
     for step in (0, BEGIN):
-        closed = at(masked(arch, axis), step, values)
+        closed_model = at(masked(arch, axis), step, values)
         torch.testing.assert_close(
-            closed(tokens(arch)), plain(tokens(arch)), rtol=1e-11, atol=1e-11
+            closed_model(tokens(arch)), plain(tokens(arch)), rtol=1e-11, atol=1e-11
         )
 
 
@@ -134,11 +138,11 @@ def test_open_it_computes_what_a_model_without_a_mask_computes(
     values = random_values(arch)
     plain = at(arch, 0, values)
     for step in (BEGIN + STEPS, BEGIN + 1000):
-        opened = at(masked(arch, axis), step, values)
+        open_model = at(masked(arch, axis), step, values)
         # a masked norm is not torch's own, so it rounds otherwise
         slack = 1e-12 if axis == "embed" else 0.0
         torch.testing.assert_close(
-            opened(tokens(arch)), plain(tokens(arch)), rtol=slack, atol=slack
+            open_model(tokens(arch)), plain(tokens(arch)), rtol=slack, atol=slack
         )
 
 
@@ -153,21 +157,21 @@ def test_between_it_is_as_if_what_is_new_were_read_by_so_much_less(
 ) -> None:
     values = random_values(arch)
     opening = (step - BEGIN) / STEPS
-    scaled = dict(values)
+    scaled_values = dict(values)
     for name, value in values.items():
         part = name.split(".", 2)[-1]
         if axis == "layers":
             if layer_of(name) in new_indices(axis) and part.startswith(("attn.output", "mlp.down")):
-                scaled[name] = value * opening
+                scaled_values[name] = value * opening
             continue
         inner = arch.head_dim if axis == "heads" else 1
         if part == {"mlp": "mlp.down.weight", "heads": "attn.output.weight"}[axis]:
             columns = value.unflatten(1, (-1, inner)).clone()
             columns[:, new_indices(axis)] *= opening
-            scaled[name] = columns.flatten(1)
+            scaled_values[name] = columns.flatten(1)
     between = at(masked(arch, axis), step, values)
     torch.testing.assert_close(
-        between(tokens(arch)), at(arch, 0, scaled)(tokens(arch)), rtol=1e-11, atol=1e-11
+        between(tokens(arch)), at(arch, 0, scaled_values)(tokens(arch)), rtol=1e-11, atol=1e-11
     )
 
 
@@ -181,22 +185,22 @@ def test_gradients_reach_what_is_new_as_soon_as_it_opens(
     def of_new(step: int) -> list[float]:
         model = at(masked(arch, axis), step, values)
         model(tokens(arch), tokens(arch).roll(-1, 1)).backward()
-        found = []
+        maxima = []
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None
             if name.endswith("key.bias") and not arch.qk_norm:
                 continue  # a shift of all keys moves no attention weight
             if axis == "layers":
                 if layer_of(name) in new_indices(axis):
-                    found.append(parameter.grad.abs().max().item())
+                    maxima.append(parameter.grad.abs().max().item())
                 continue
             for dim, axes in enumerate(arch.parameters()[name].axes):
                 if axes.split("*")[0] == axis:
                     inner = arch.head_dim if "*" in axes else 1
                     slices = parameter.grad.unflatten(dim, (-1, inner))
-                    chosen = slices.index_select(dim, torch.tensor(new_indices(axis)))
-                    found.append(chosen.abs().max().item())
-        return found
+                    new_slices = slices.index_select(dim, torch.tensor(new_indices(axis)))
+                    maxima.append(new_slices.abs().max().item())
+        return maxima
 
     assert max(of_new(BEGIN)) == 0.0
     assert min(of_new(BEGIN + 1)) > 0.0
@@ -230,8 +234,8 @@ def test_autocast_leaves_the_loss_what_it_is(arch: Architecture, axis: MaskedAxi
 
 @parametrize_first("axis", [*NEW, None], first=1)
 def test_a_compiled_graph_holds_while_the_mask_opens(axis: MaskedAxis | None) -> None:
-    adapted = replace(LLAMA, lora=(Lora("all", 2, 4.0),))
-    arch = masked(adapted, axis) if axis else adapted
+    lora_arch = replace(LLAMA, lora=(Lora("all", 2, 4.0),))
+    arch = masked(lora_arch, axis) if axis else lora_arch
     values = random_values(arch)
     model = at(arch, BEGIN, values)
     torch._dynamo.reset()
@@ -250,10 +254,10 @@ def test_a_mask_is_closed_until_it_is_told_the_step() -> None:
     model.init_weights(0)
     assert model.openings.tolist() == [float(n not in new_indices("mlp")) for n in range(64)]
     with torch.device("meta"):
-        shaped = GPT(arch)
-    shaped.set_step(BEGIN + STEPS)
-    shaped.to_empty(device="cpu").reset_buffers()
-    assert torch.equal(shaped.openings, model.openings)
+        meta_model = GPT(arch)
+    meta_model.set_step(BEGIN + STEPS)
+    meta_model.to_empty(device="cpu").reset_buffers()
+    assert torch.equal(meta_model.openings, model.openings)
 
 
 def test_a_mask_is_not_part_of_what_is_saved() -> None:
@@ -268,13 +272,13 @@ def test_a_model_without_a_mask_may_be_told_the_step() -> None:
 @AXES
 def test_a_shape_survives_json(axis: MaskedAxis) -> None:
     arch = masked(GPT2, axis)
-    told = json.loads(json.dumps(arch.to_dict()))
-    assert told == arch.to_dict()
-    assert Architecture.from_dict(told) == arch
+    fields = json.loads(json.dumps(arch.to_dict()))
+    assert fields == arch.to_dict()
+    assert Architecture.from_dict(fields) == arch
 
 
 @pytest.mark.parametrize(
-    ("mask", "said"),
+    ("mask", "message"),
     [
         (Mask("vocab", ((0, 1),), 0, 1), "'vocab' cannot be masked .one of layers, mlp"),  # type: ignore[arg-type]
         (Mask("mlp", ((0, 65),), 0, 1), "0 … 64 is not a range of 64 mlp"),
@@ -285,13 +289,13 @@ def test_a_shape_survives_json(axis: MaskedAxis) -> None:
         (Mask("heads", ((0, 1),), -1, 1), "begin, steps and ranges must be whole numbers"),
     ],
 )
-def test_impossible_masks_are_refused(mask: Mask, said: str) -> None:
-    with pytest.raises(ArchitectureError, match=said):
+def test_impossible_masks_are_refused(mask: Mask, message: str) -> None:
+    with pytest.raises(ArchitectureError, match=message):
         replace(GPT2, mask=mask)
 
 
 def test_masks_from_json_are_checked() -> None:
-    told = masked(GPT2, "mlp").to_dict()
+    fields = masked(GPT2, "mlp").to_dict()
     for wrong in ({"new": [[1]]}, {"steps": "4"}, {"ends": 3}, {"new": None}):
         with pytest.raises(ArchitectureError, match=r"model\.mask"):
-            Architecture.from_dict(told | {"mask": told["mask"] | wrong})
+            Architecture.from_dict(fields | {"mask": fields["mask"] | wrong})

@@ -38,15 +38,15 @@ def kept_bytes(arch: Architecture, samples: int, *, bf16: bool = False) -> int:
 def kept_by(
     model: torch.nn.Module, shape: tuple[int, int], *, bf16: bool, documents: bool = False
 ) -> int:
-    known = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    known |= {buffer.untyped_storage().data_ptr() for buffer in model.buffers()}
-    kept: dict[int, int] = {}
+    own_storages = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    own_storages |= {buffer.untyped_storage().data_ptr() for buffer in model.buffers()}
+    storage_bytes: dict[int, int] = {}
     alive = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            kept[storage.data_ptr()] = storage.nbytes()
+        if storage.data_ptr() not in own_storages:
+            storage_bytes[storage.data_ptr()] = storage.nbytes()
             alive.append(storage)
         return tensor
 
@@ -58,7 +58,7 @@ def kept_by(
         torch.autocast("cpu", torch.bfloat16, enabled=bf16),
     ):
         model(inputs, inputs, **places)
-    return sum(kept.values())
+    return sum(storage_bytes.values())
 
 
 @STYLES
@@ -69,8 +69,8 @@ def test_activations_are_those_that_autograd_keeps(arch: Architecture, bf16: boo
         arch, TrainingSetup(batch_size=samples, precision="bf16" if bf16 else "fp32")
     )
     normalised_logits = 4 * samples * arch.context * arch.vocab_size
-    measured = kept_bytes(arch, samples, bf16=bf16) - normalised_logits
-    assert estimate["activations"] == pytest.approx(measured, rel=0.1)
+    actual_bytes = kept_bytes(arch, samples, bf16=bf16) - normalised_logits
+    assert estimate["activations"] == pytest.approx(actual_bytes, rel=0.1)
 
 
 @pytest.mark.parametrize("kind", sorted(BUILT_IN))
@@ -87,16 +87,16 @@ def test_models_of_transformers_keep_what_autograd_keeps(kind: str, bf16: bool) 
     samples, context = 8, 96
     setup = TrainingSetup(samples, context, precision="bf16" if bf16 else "fp32")
     estimate = pretrained_memory(shape, setup)
-    packed = pretrained_memory(shape, replace(setup, document_masks=True))["activations"]
+    packed_bytes = pretrained_memory(shape, replace(setup, document_masks=True))["activations"]
     tensors = 2 if kind == "gemma2" else 1  # of logits; one is the hyperbolic tangent
     logits = 4 * samples * context * 96 * tensors
-    measured = kept_by(PretrainedModel(shape, seed=0), (samples, context), bf16=bf16) - logits
-    assert estimate["activations"] == pytest.approx(measured, rel=0.05)
+    actual_bytes = kept_by(PretrainedModel(shape, seed=0), (samples, context), bf16=bf16) - logits
+    assert estimate["activations"] == pytest.approx(actual_bytes, rel=0.05)
     assert estimate["logits"] >= logits
     if kind in ("llama", "qwen3"):
         model = PretrainedModel(shape, seed=0)
         more = kept_by(model, (samples, context), bf16=bf16, documents=True) - logits
-        assert packed == pytest.approx(more, rel=0.05)
+        assert packed_bytes == pytest.approx(more, rel=0.05)
 
 
 @pytest.mark.parametrize("windows", [(), (16, None, 16)], ids=["", "windows"])
@@ -107,9 +107,9 @@ def test_masks_of_documents_are_kept_once(windows: tuple[int | None, ...], bf16:
         model = GPT(arch)
         model.init_weights(0)
         setup = TrainingSetup(4, precision="bf16" if bf16 else "fp32", document_masks=True)
-        measured = kept_by(model, (4, 224), bf16=bf16, documents=True) - 4 * 4 * 224 * 80
+        actual_bytes = kept_by(model, (4, 224), bf16=bf16, documents=True) - 4 * 4 * 224 * 80
         estimate = memory_estimate(arch, setup)["activations"]
-        assert estimate == pytest.approx(measured, rel=0.1 if not windows else 0.25)
+        assert estimate == pytest.approx(actual_bytes, rel=0.1 if not windows else 0.25)
 
 
 def test_a_gpu_keeps_masks_of_documents_only_where_its_kernel_is_not_used() -> None:
@@ -141,8 +141,8 @@ def test_windows_keep_what_autograd_keeps(window: int, bf16: bool) -> None:
         arch = replace(plain, context=224, windows=(window, None, window))
         setup = TrainingSetup(batch_size=8, precision="bf16" if bf16 else "fp32")
         normalised_logits = 4 * 8 * arch.context * arch.vocab_size
-        measured = kept_bytes(arch, 8, bf16=bf16) - normalised_logits
-        assert memory_estimate(arch, setup)["activations"] == pytest.approx(measured, rel=0.1)
+        actual_bytes = kept_bytes(arch, 8, bf16=bf16) - normalised_logits
+        assert memory_estimate(arch, setup)["activations"] == pytest.approx(actual_bytes, rel=0.1)
 
 
 def test_adapters_keep_what_autograd_keeps() -> None:
@@ -151,12 +151,12 @@ def test_adapters_keep_what_autograd_keeps() -> None:
         samples = 16
         normalised_logits = 4 * samples * arch.context * arch.vocab_size
         more = kept_bytes(arch, samples) - kept_bytes(plain, samples)
-        told = [
-            memory_estimate(each, TrainingSetup(batch_size=samples))["activations"]
-            for each in (arch, plain)
+        estimates = [
+            memory_estimate(shape, TrainingSetup(batch_size=samples))["activations"]
+            for shape in (arch, plain)
         ]
-        assert told[0] - told[1] == pytest.approx(more, rel=0.1)
-        assert told[0] == pytest.approx(kept_bytes(arch, samples) - normalised_logits, rel=0.1)
+        assert estimates[0] - estimates[1] == pytest.approx(more, rel=0.1)
+        assert estimates[0] == pytest.approx(kept_bytes(arch, samples) - normalised_logits, rel=0.1)
 
 
 def test_state_is_counted_per_parameter() -> None:
@@ -180,18 +180,18 @@ def test_muon_and_sgd_keep_one_moment() -> None:
 
 def test_checkpointing_keeps_one_stream_per_block_and_one_block() -> None:
     deep = replace(GPT2, n_layer=30)
-    whole = memory_estimate(deep, TrainingSetup(batch_size=4))["activations"]
+    plain_bytes = memory_estimate(deep, TrainingSetup(batch_size=4))["activations"]
     frugal = memory_estimate(deep, TrainingSetup(batch_size=4, gradient_checkpointing=True))[
         "activations"
     ]
-    assert frugal < whole / 10
+    assert frugal < plain_bytes / 10
 
 
 def test_logits_in_chunks_do_not_grow_with_the_tokens_by_their_own_number() -> None:
     wide = replace(GPT2, vocab_size=50_000)
-    few = memory_estimate(wide, TrainingSetup(batch_size=8))["logits"]
-    many = memory_estimate(wide, TrainingSetup(batch_size=64))["logits"]
-    assert many < 1.1 * few
+    small_batch = memory_estimate(wide, TrainingSetup(batch_size=8))["logits"]
+    large_batch = memory_estimate(wide, TrainingSetup(batch_size=64))["logits"]
+    assert large_batch < 1.1 * small_batch
 
 
 def test_small_problems_are_not_cut_into_chunks() -> None:

@@ -27,9 +27,9 @@ def test_derivatives_are_those_of_finite_differences() -> None:
 
 def test_a_row_of_zeros_stays_zero_and_has_finite_gradients() -> None:
     x = torch.zeros(1, 4, requires_grad=True)
-    normed = rms_norm(x, torch.ones(4), 1e-5)
-    normed.sum().backward()
-    assert normed.abs().max() == 0
+    output = rms_norm(x, torch.ones(4), 1e-5)
+    output.sum().backward()
+    assert output.abs().max() == 0
     assert x.grad is not None
     assert x.grad.isfinite().all()
 
@@ -56,15 +56,15 @@ def test_channels_count_by_their_openings() -> None:
     )
 
 
-@pytest.mark.parametrize("centred", [True, False])
-def test_open_channels_are_normed_as_ever(centred: bool) -> None:
+@pytest.mark.parametrize("is_centered", [True, False])
+def test_open_channels_are_normed_as_ever(is_centered: bool) -> None:
     x, weight = inputs(3, 7)
-    normed = masked_norm(x, torch.ones(7).double(), weight, None, 0.1, is_centered=centred)
-    plain = F.layer_norm(x, (7,), weight, None, 0.1) if centred else rms_norm(x, weight, 0.1)
-    torch.testing.assert_close(normed, plain)
+    output = masked_norm(x, torch.ones(7).double(), weight, None, 0.1, is_centered=is_centered)
+    plain = F.layer_norm(x, (7,), weight, None, 0.1) if is_centered else rms_norm(x, weight, 0.1)
+    torch.testing.assert_close(output, plain)
 
 
 def test_low_precision_is_masked_in_float32() -> None:
     x = torch.full((1, 8), 300.0, dtype=torch.float16)
-    normed = masked_norm(x, torch.ones(8), torch.ones(8), None, 1e-5, is_centered=False)
-    torch.testing.assert_close(normed, torch.ones(1, 8))
+    output = masked_norm(x, torch.ones(8), torch.ones(8), None, 1e-5, is_centered=False)
+    torch.testing.assert_close(output, torch.ones(1, 8))

@@ -93,12 +93,12 @@ def save_adapter(case: Case, base: Path, folder: Path, **more: Any) -> Any:
     return model.eval()
 
 
-def loaded(base: Path, adapter: Path) -> PretrainedModel:
+def load_with_adapter(base: Path, adapter: Path) -> PretrainedModel:
     """Instar's model of the two folders."""
-    opened = open_folder(base)
-    adapters = open_adapter(adapter, opened.shape)
-    model = PretrainedModel(LoraShape(opened.shape.config, adapters.lora))
-    with opened.reading() as weights, adapters.reading() as factors, torch.no_grad():
+    folder = open_folder(base)
+    adapters = open_adapter(adapter, folder.shape)
+    model = PretrainedModel(LoraShape(folder.shape.config, adapters.lora))
+    with folder.reading() as weights, adapters.reading() as factors, torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_((factors if ".lora_" in name else weights)(name))
     return model.eval()
@@ -109,12 +109,12 @@ def loaded(base: Path, adapter: Path) -> PretrainedModel:
 def test_adapters_of_peft_compute_what_peft_computes(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     save_base(case.kind, tmp_path / "base")
-    theirs = save_adapter(case, tmp_path / "base", tmp_path / "adapter")
+    peft_model = save_adapter(case, tmp_path / "base", tmp_path / "adapter")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
-    expected = theirs(X).logits
+    expected = peft_model(X).logits
     assert (expected - plain(X).logits).abs().max() > 3e-4
-    ours = loaded(tmp_path / "base", tmp_path / "adapter")
-    torch.testing.assert_close(ours(X), expected, rtol=1e-5, atol=1e-5)
+    instar_model = load_with_adapter(tmp_path / "base", tmp_path / "adapter")
+    torch.testing.assert_close(instar_model(X), expected, rtol=1e-5, atol=1e-5)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -131,7 +131,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base model and an adapter."""
     place = tmp_path_factory.mktemp("saved")
     save_base("llama", place / "base")
@@ -139,22 +139,22 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def copy_of(saved: Path, place: Path) -> Path:
+def copy_of(folders: Path, place: Path) -> Path:
     place.mkdir(exist_ok=True)
-    for file in (saved / "adapter").iterdir():
+    for file in (folders / "adapter").iterdir():
         (place / file.name).write_bytes(file.read_bytes())
     return place
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_no_plain_adapter_is_refused_by_name(
-    name: str, saved: Path, tmp_path: Path
+    name: str, folders: Path, tmp_path: Path
 ) -> None:
     changes, message = REFUSED[name]
-    file = copy_of(saved, tmp_path) / "adapter_config.json"
+    file = copy_of(folders, tmp_path) / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     with pytest.raises(CheckpointError, match=message):
-        open_adapter(tmp_path, open_folder(saved / "base").shape)
+        open_adapter(tmp_path, open_folder(folders / "base").shape)
 
 
 DAMAGED = {
@@ -184,29 +184,29 @@ DAMAGED = {
 
 @pytest.mark.parametrize("name", DAMAGED)
 def test_tensors_that_do_not_fit_the_model_are_named(
-    name: str, saved: Path, tmp_path: Path
+    name: str, folders: Path, tmp_path: Path
 ) -> None:
     change, message = DAMAGED[name]
-    file = copy_of(saved, tmp_path) / "adapter_model.safetensors"
+    file = copy_of(folders, tmp_path) / "adapter_model.safetensors"
     save_file({n: x.clone() for n, x in change(load_file(file)).items()}, file)
     with pytest.raises(CheckpointError, match=message):
-        open_adapter(tmp_path, open_folder(saved / "base").shape)
+        open_adapter(tmp_path, open_folder(folders / "base").shape)
 
 
-def test_pickled_adapters_are_not_opened(saved: Path, tmp_path: Path) -> None:
-    file = copy_of(saved, tmp_path) / "adapter_model.safetensors"
+def test_pickled_adapters_are_not_opened(folders: Path, tmp_path: Path) -> None:
+    file = copy_of(folders, tmp_path) / "adapter_model.safetensors"
     file.rename(tmp_path / "adapter_model.bin")
     with pytest.raises(CheckpointError, match="pickled weights are not opened"):
-        open_adapter(tmp_path, open_folder(saved / "base").shape)
+        open_adapter(tmp_path, open_folder(folders / "base").shape)
 
 
-def test_an_adapter_as_starting_weights_is_told_where_it_belongs(saved: Path) -> None:
+def test_an_adapter_as_starting_weights_is_told_where_it_belongs(folders: Path) -> None:
     from instar.run.init_weights import find_weights
 
     with pytest.raises(
         ConfigError, match=r"holds an adapter of peft; name its base .* in model\.adapter"
     ):
-        find_weights(str(saved / "adapter"), "causal_lm")
+        find_weights(str(folders / "adapter"), "causal_lm")
 
 
 def test_a_name_on_the_hub_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,13 +249,13 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A base model with a tokenizer, and text, in the current folder."""
     monkeypatch.chdir(tmp_path)
     tokenizer = write_tokenizer("llama", tmp_path / "base")
-    kept = {f.name: f.read_bytes() for f in Path("base").iterdir()}
+    files = {f.name: f.read_bytes() for f in Path("base").iterdir()}
     sizes = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_hidden_layers"), 2)
     sizes |= {"hidden_size": 16, "intermediate_size": 24, "vocab_size": tokenizer.get_vocab_size()}
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes)).save_pretrained("base")
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        Path("base", name).write_bytes(kept[name])
+        Path("base", name).write_bytes(files[name])
     Path("text.txt").write_text("the words of the many\n" * 300)
 
 
@@ -285,17 +285,17 @@ def test_adapters_of_a_run_go_to_peft_and_come_back() -> None:
     assert export("first", "adapter", "--to", "peft") == 0
     base = AutoModelForCausalLM.from_pretrained("base")
     plain = logits_of(base)
-    theirs: Any = PeftModel.from_pretrained(base, "adapter")
-    assert (logits_of(theirs) - plain).abs().max() > 1e-2
-    same(of_run("first"), theirs)
+    peft_model: Any = PeftModel.from_pretrained(base, "adapter")
+    assert (logits_of(peft_model) - plain).abs().max() > 1e-2
+    same(of_run("first"), peft_model)
 
     # merged by either
     assert export("first", "merged", "--to", "hf") == 0
-    same(AutoModelForCausalLM.from_pretrained("merged"), theirs)
-    same(theirs.merge_and_unload(), of_run("first"))
+    same(AutoModelForCausalLM.from_pretrained("merged"), peft_model)
+    same(peft_model.merge_and_unload(), of_run("first"))
 
     # and trained further, with a schedule
-    grown = [
+    operations = [
         {
             "name": "change_lora_rank",
             "value": {"target": "attn", "factor": 2},
@@ -303,7 +303,7 @@ def test_adapters_of_a_run_go_to_peft_and_come_back() -> None:
         },
         {"name": "insert_layers", "value": 1, "when": {"at_step": 3}},
     ]
-    second = {"model": {"adapter": "adapter"}, "schedule": [ADAPTED[2], *grown]}
+    second = {"model": {"adapter": "adapter"}, "schedule": [ADAPTED[2], *operations]}
     train(config("second", **second | STILL))
     same(of_run("second"), of_run("first"))
     assert main(["resume", "second", "--until", "6it"]) == 0
@@ -321,9 +321,10 @@ def test_an_adapter_without_its_base_is_not_written_silently(
 ) -> None:
     train(config("first", schedule=ADAPTED[:2]))
     assert export("first", "adapter", "--to", "peft") == 3
-    told = capsys.readouterr().err
+    message = capsys.readouterr().err
     assert (
-        "is not that under the adapters, which has been trained or grown since; --with-base" in told
+        "is not that under the adapters, which has been trained or grown since; --with-base"
+        in message
     )
     train(config("plain"))
     assert export("plain", "adapter", "--to", "peft", "--with-base") == 3

@@ -32,24 +32,24 @@ def test_each_family_is_read_as_transformers_saves_it(kind: str, tmp_path: Path)
     assert folder.outlines.keys() == tensors.keys()
     with folder.reading() as read:
         assert all(torch.equal(read(name), p) for name, p in tensors.items())
-    made = CONFIG_MAPPING[kind].from_dict(folder.shape.to_dict()).to_dict()
+    config = CONFIG_MAPPING[kind].from_dict(folder.shape.to_dict()).to_dict()
     same = model.config.to_dict()
-    assert {key for key in made | same if made.get(key) != same.get(key)} <= {
+    assert {key for key in config | same if config.get(key) != same.get(key)} <= {
         "architectures",
         "dtype",
     }
 
 
 def test_files_behind_links_are_read_as_in_the_cache_of_the_hub(tmp_path: Path) -> None:
-    saved, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
-    model_of("llama").save_pretrained(saved, max_shard_size="60KB")
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
+    model_of("llama").save_pretrained(blobs, max_shard_size="60KB")
     snapshot.mkdir()
-    for file in saved.iterdir():
+    for file in blobs.iterdir():
         (snapshot / file.name).symlink_to(file)
     folder = open_folder(snapshot)
     with folder.reading() as read:
-        found = read("lm_head.weight")
-    assert torch.equal(found, model_of("llama").lm_head.weight)
+        weights = read("lm_head.weight")
+    assert torch.equal(weights, model_of("llama").lm_head.weight)
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
@@ -87,15 +87,15 @@ def change_config(**values: Any) -> Callable[[Path], object]:
 
 
 def change_tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], object]:
-    def changed(folder: Path) -> None:
+    def change_folder(folder: Path) -> None:
         tensors = load_file(folder / WEIGHTS)
         change(tensors)
         save_file(tensors, folder / WEIGHTS)
 
-    return changed
+    return change_folder
 
 
-def pickled(folder: Path) -> None:
+def pickle_weights(folder: Path) -> None:
     tensors = load_file(folder / WEIGHTS)
     (folder / WEIGHTS).unlink()
     torch.save(tensors, folder / "pytorch_model.bin")
@@ -114,15 +114,15 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "heads": (change_config(num_attention_heads=7), "transformers refuses it: (.|\n)*multiple"),
     "rope": (change_config(rope_parameters="none"), "transformers refuses it"),
     "config": (lambda folder: (folder / "config.json").write_text("[" * 10**5), "not JSON"),
-    "pickled": (pickled, r"only as pytorch_model\.bin, which may run any program"),
+    "pickled": (pickle_weights, r"only as pytorch_model\.bin, which may run any program"),
     "shape": (
-        change_tensors(lambda each: each.update({Q: torch.ones(2, 3)})),
+        change_tensors(lambda tensors: tensors.update({Q: torch.ones(2, 3)})),
         rf"{Q}: shape \(2, 3\), but config.json says \(32, 48\)",
     ),
-    "missing": (change_tensors(lambda each: each.pop(Q)), f"{Q}: missing"),
-    "unknown": (change_tensors(lambda each: each.update(x=torch.ones(2))), "x: unknown"),
+    "missing": (change_tensors(lambda tensors: tensors.pop(Q)), f"{Q}: missing"),
+    "unknown": (change_tensors(lambda tensors: tensors.update(x=torch.ones(2))), "x: unknown"),
     "integers": (
-        change_tensors(lambda each: each.update({Q: each[Q].to(torch.int8)})),
+        change_tensors(lambda tensors: tensors.update({Q: tensors[Q].to(torch.int8)})),
         f"{Q}: I8; weights must be in floating point",
     ),
     "tied": (change_config(tie_word_embeddings=True), r"lm_head\.weight: differs from model.embed"),
@@ -134,16 +134,18 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
     model_of("llama").save_pretrained(folder)
     return folder
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_what_is_no_such_model_is_refused_by_name(bad: str, saved: Path, tmp_path: Path) -> None:
+def test_what_is_no_such_model_is_refused_by_name(
+    bad: str, saved_model: Path, tmp_path: Path
+) -> None:
     change, message = BAD[bad]
-    folder = shutil.copytree(saved, tmp_path / "copy")
+    folder = shutil.copytree(saved_model, tmp_path / "copy")
     change(folder)
     with pytest.raises(CheckpointError, match=message):
         open_folder(folder)
@@ -152,15 +154,17 @@ def test_what_is_no_such_model_is_refused_by_name(bad: str, saved: Path, tmp_pat
 def test_a_tied_head_that_is_saved_too_is_the_table(tmp_path: Path) -> None:
     model_of("qwen2").save_pretrained(tmp_path)
     tokens = "model.embed_tokens.weight"
-    change_tensors(lambda each: each.update({"lm_head.weight": each[tokens].clone()}))(tmp_path)
+    change_tensors(lambda tensors: tensors.update({"lm_head.weight": tensors[tokens].clone()}))(
+        tmp_path
+    )
     assert "lm_head.weight" not in open_folder(tmp_path).outlines
 
 
 def test_a_key_that_transformers_reads_and_nothing_here_knows_is_refused(
-    saved: Path, tmp_path: Path
+    saved_model: Path, tmp_path: Path
 ) -> None:
     """They would make another model, of other files, or take the place of methods."""
-    folder = shutil.copytree(saved, tmp_path / "copy")
+    folder = shutil.copytree(saved_model, tmp_path / "copy")
     change_config(mark=[1], dtype="float16", num_labels=10**12, n_ctx=4)(folder)
     assert open_folder(folder).shape.sizes()["layers"] == 3
     unknown = {
@@ -226,9 +230,9 @@ def test_a_number_without_bounds_is_refused_by_name(kind: str, tmp_path: Path) -
     ],
 )
 def test_an_index_names_only_what_its_shards_have(
-    entries: dict[str, str], message: str, saved: Path, tmp_path: Path
+    entries: dict[str, str], message: str, saved_model: Path, tmp_path: Path
 ) -> None:
-    folder = shutil.copytree(saved, tmp_path / "copy")
+    folder = shutil.copytree(saved_model, tmp_path / "copy")
     tensors = load_file(folder / WEIGHTS)
     (folder / WEIGHTS).rename(folder / "a.safetensors")
     save_file({"beside": torch.ones(1)}, folder / "b.safetensors")
@@ -238,8 +242,8 @@ def test_an_index_names_only_what_its_shards_have(
         open_folder(folder)
 
 
-def test_a_tensor_in_two_shards_is_refused(saved: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(saved, tmp_path / "copy")
+def test_a_tensor_in_two_shards_is_refused(saved_model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(saved_model, tmp_path / "copy")
     (folder / WEIGHTS).rename(folder / "a.safetensors")
     shutil.copy(folder / "a.safetensors", folder / "b.safetensors")
     index = {"weight_map": {Q: "a.safetensors", "x": "b.safetensors"}}

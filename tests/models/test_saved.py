@@ -40,7 +40,7 @@ exit_now(launch_ranks(LaunchOptions(sys.argv[1:], 2, module="ddp_saver")))
 
 
 @pytest.fixture(scope="module")
-def saved(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_dir(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run whose model was under DDP on two ranks."""
     root = tmp_path_factory.mktemp("run")
     path = [str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -53,27 +53,27 @@ def saved(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_what_ddp_trained_loads_with_safetensors_into_a_plain_model(saved: Path) -> None:
-    tensors = load_file(latest_checkpoint(saved) / "model.safetensors")
+def test_what_ddp_trained_loads_with_safetensors_into_a_plain_model(run_dir: Path) -> None:
+    tensors = load_file(latest_checkpoint(run_dir) / "model.safetensors")
     assert tensors.keys() == ARCH.parameters().keys()
     model = GPT(ARCH)
     model.load_state_dict(tensors, strict=True)
     tokens = torch.arange(16).reshape(2, 8)
     with torch.no_grad():
         torch.testing.assert_close(
-            model(tokens), load_file(saved / "logits.safetensors")["logits"], rtol=0, atol=1e-6
+            model(tokens), load_file(run_dir / "logits.safetensors")["logits"], rtol=0, atol=1e-6
         )
 
 
-def test_what_ddp_trained_loads_with_instar(saved: Path) -> None:
-    model = load_gpt(latest_checkpoint(saved))
+def test_what_ddp_trained_loads_with_instar(run_dir: Path) -> None:
+    model = load_gpt(latest_checkpoint(run_dir))
     fresh = GPT(model.arch)
     fresh.init_weights(0)
-    moved = [
+    changes = [
         not torch.equal(after, before)
         for after, before in zip(model.parameters(), fresh.parameters(), strict=True)
     ]
-    assert (model.arch, any(moved)) == (ARCH, True)
+    assert (model.arch, any(changes)) == (ARCH, True)
 
 
 def test_what_was_compiled_loads_into_a_plain_model(tmp_path: Path) -> None:
@@ -101,26 +101,26 @@ def test_what_was_saved_while_it_grew_is_as_far_open_as_it_was(tmp_path: Path) -
         for parameter in model.parameters():
             parameter += 0.1
     tokens = torch.arange(16).reshape(2, 8)
-    seen = []
+    outputs = []
     for step in (10, 12, 18):
         model.set_step(step)
         weights = {"model": dict(model.named_parameters())}
         path = publish_checkpoint(tmp_path, step, CheckpointContent(weights, {}, arch.to_dict()))
         assert torch.equal(load_gpt(path)(tokens), model(tokens))
-        seen.append(model(tokens))
-    assert not torch.equal(seen[0], seen[1])
-    assert not torch.equal(seen[1], seen[2])
+        outputs.append(model(tokens))
+    assert not torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[1], outputs[2])
 
 
 @pytest.mark.parametrize(
-    "claimed",
+    "shape",
     [{"n_embd": 2**20, "n_layer": 10_000, "n_mlp": 2**22}, {"n_layer": 2}, {"vocab_size": 33}],
 )
 def test_a_manifest_that_claims_another_shape_allocates_nothing(
-    claimed: dict[str, int], tmp_path: Path
+    shape: dict[str, int], tmp_path: Path
 ) -> None:
     weights = {"model": dict(GPT(ARCH).named_parameters())}
-    path = publish_checkpoint(tmp_path, 1, CheckpointContent(weights, {}, ARCH.to_dict() | claimed))
+    path = publish_checkpoint(tmp_path, 1, CheckpointContent(weights, {}, ARCH.to_dict() | shape))
     with pytest.raises(CheckpointError, match="the tensors do not fit the architecture"):
         load_gpt(path)
 
@@ -173,17 +173,17 @@ def test_a_model_of_chats_ends_its_answers_where_it_is_exported_to(
     )
     config = {"bos_token_id": 5, "eos_token_id": 0, "pad_token_id": None}
     files = {"config.json": json.dumps(config).encode(), **companion_files(tmp_path)}
-    found = as_trained(files, tmp_path)
+    exported_files = as_trained(files, tmp_path)
     if kind != "chat":
-        assert found == files
+        assert exported_files == files
         return
-    assert "chat_template.jinja" in found
+    assert "chat_template.jinja" in exported_files
     if template == "own":
-        ends = json.loads(found["generation_config.json"])
+        ends = json.loads(exported_files["generation_config.json"])
         assert ends == {"bos_token_id": 5, "eos_token_id": [0, 1]}
         files["generation_config.json"] = json.dumps({"eos_token_id": [0, 1], "top_k": 3}).encode()
         assert as_trained(files, tmp_path) == files
-    for name, content in found.items():
+    for name, content in exported_files.items():
         (tmp_path / name).write_bytes(content)
     fast = AutoTokenizer.from_pretrained(tmp_path)
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]

@@ -8,7 +8,7 @@ from instar.models.layers import ShortConv
 from instar.models.shape import Parameter
 
 
-def made(channels: int, lags: int, dtype: torch.dtype = torch.float64) -> ShortConv:
+def make_conv(channels: int, lags: int, dtype: torch.dtype = torch.float64) -> ShortConv:
     table = {"conv.weight": Parameter(("embed", "one", "lags"), (channels, 1, lags), "channel")}
     conv = ShortConv(table, "conv").to(dtype)
     torch.nn.init.normal_(conv.weight, generator=torch.Generator().manual_seed(lags))
@@ -24,15 +24,15 @@ def inputs(samples: int, length: int, channels: int) -> torch.Tensor:
 def test_it_is_a_depthwise_convolution_and_its_input(
     samples: int, length: int, channels: int, lags: int
 ) -> None:
-    conv, x = made(channels, lags), inputs(samples, length, channels)
-    padded = F.pad(x.mT, (lags, -1))
-    expected = x + F.conv1d(padded, conv.weight.flip(-1), groups=channels).mT
+    conv, x = make_conv(channels, lags), inputs(samples, length, channels)
+    padded_x = F.pad(x.mT, (lags, -1))
+    expected = x + F.conv1d(padded_x, conv.weight.flip(-1), groups=channels).mT
     torch.testing.assert_close(conv(x), expected)
 
 
 @pytest.mark.parametrize("length", [1, 2, 7])
 def test_derivatives_are_those_of_finite_differences(length: int) -> None:
-    conv = made(3, 3)
+    conv = make_conv(3, 3)
 
     def apply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.func.functional_call(conv, {"weight": weight}, (x,))  # type: ignore[no-any-return]
@@ -42,14 +42,14 @@ def test_derivatives_are_those_of_finite_differences(length: int) -> None:
 
 
 def test_the_compiled_form_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    conv, x = made(4, 3), inputs(2, 6, 4)
+    conv, x = make_conv(4, 3), inputs(2, 6, 4)
     eager = conv(x)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     torch.testing.assert_close(conv(x), eager)
 
 
 def test_low_precision_stays_low() -> None:
-    conv, x = made(4, 3, torch.float32), inputs(2, 6, 4)
+    conv, x = make_conv(4, 3, torch.float32), inputs(2, 6, 4)
     low = conv(x.bfloat16())
     assert low.dtype == torch.bfloat16
     torch.testing.assert_close(low.float(), conv(x.float()), rtol=0.05, atol=0.05)

@@ -28,7 +28,7 @@ class Case:
     module: nn.Module
     inputs: tuple[Tensor, ...]
     fill: Callable[[Table], None]
-    counted: bool = True
+    is_counted: bool = True
     """whether torch counts its operations"""
 
 
@@ -130,7 +130,7 @@ def test_a_module_has_the_parameters_and_flops_of_its_table(name: str) -> None:
     plain = torch.backends.mkldnn.flags(enabled=False), sdpa_kernel(SDPBackend.MATH)
     with plain[0], plain[1], FlopCounterMode(display=False) as counter:
         case.module(*case.inputs)
-    if case.counted:
+    if case.is_counted:
         assert table.flops == counter.get_total_flops() > 0
     else:
         assert table.flops == counter.get_total_flops() == 0
@@ -206,10 +206,10 @@ def test_an_axis_grows_without_a_change_of_the_function(axis: str, options: Any)
     for value in old.values():
         value += 0.1 * torch.randn_like(value)
     size = 2 * axes.sizes()[axis]
-    grown, made = plan(axes, operation("widen", {"axis": axis, "size": size}, **options))
-    assert made.label == "exact"
-    new = Net(grown).double().eval()
-    values = apply(made, old, Role.PARAMETER, KEY)
+    wide_axes, growth = plan(axes, operation("widen", {"axis": axis, "size": size}, **options))
+    assert growth.label == "exact"
+    new = Net(wide_axes).double().eval()
+    values = apply(growth, old, Role.PARAMETER, KEY)
     torch.testing.assert_close(functional_call(new, values, x), net(x))
 
 

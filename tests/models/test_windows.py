@@ -52,8 +52,8 @@ def sees(t: int, s: int, window: int | None) -> bool:
 def heads(length: int, kv_heads: int, dtype: torch.dtype = torch.float64) -> Iterator[Tensor]:
     generator = torch.Generator().manual_seed(length)
     for number in (4, kv_heads, kv_heads):
-        drawn = torch.randn(2, number, length, 8, generator=generator, dtype=torch.float64)
-        yield drawn.to(dtype).requires_grad_()
+        tensor = torch.randn(2, number, length, 8, generator=generator, dtype=torch.float64)
+        yield tensor.to(dtype).requires_grad_()
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
@@ -93,10 +93,10 @@ def test_dropout_leaves_the_mean_and_nothing_from_outside(dtype: torch.dtype) ->
     q, k = (torch.zeros(1, 1, 100, 8, dtype=dtype) for _ in range(2))
     v = torch.arange(100.0).to(dtype)[:, None].expand(1, 1, 100, 8)
     torch.manual_seed(0)
-    drawn = torch.stack([causal_attention(q, k, v, 0.5, 4) for _ in range(200)]).double().mean(0)
+    output = torch.stack([causal_attention(q, k, v, 0.5, 4) for _ in range(200)]).double().mean(0)
     expected = torch.arange(100.0).double() - 1.5
     torch.testing.assert_close(
-        drawn.mean((0, 1, 3))[3:], expected[3:], rtol=0.2, atol=1.0, check_dtype=False
+        output.mean((0, 1, 3))[3:], expected[3:], rtol=0.2, atol=1.0, check_dtype=False
     )
 
 
@@ -117,19 +117,19 @@ def test_a_model_is_that_of_dense_masks(
         expected = oracle(model, tokens, monkeypatch)
         for variant in (model.train(), model.eval(), torch.compile(model, backend="eager")):
             torch.testing.assert_close(variant(tokens), expected, rtol=1e-10, atol=1e-10)
-        without = filled(GPT(replace(arch, windows=())), model)
+        without = fill_weights(GPT(replace(arch, windows=())), model)
         assert not torch.allclose(without(tokens), expected, atol=1e-3)
-    frugal = filled(GPT(arch, gradient_checkpointing=True), model)
-    losses = [each(*batch(arch)) for each in (model, frugal)]
+    frugal = fill_weights(GPT(arch, gradient_checkpointing=True), model)
+    losses = [network(*batch(arch)) for network in (model, frugal)]
     grads = [
-        torch.autograd.grad(loss, [*each.parameters()])
-        for loss, each in zip(losses, (model, frugal), strict=True)
+        torch.autograd.grad(loss, [*network.parameters()])
+        for loss, network in zip(losses, (model, frugal), strict=True)
     ]
-    for one, other in zip(*grads, strict=True):
-        torch.testing.assert_close(one, other)
+    for grad, other in zip(*grads, strict=True):
+        torch.testing.assert_close(grad, other)
 
 
-def filled(model: GPT, source: GPT) -> GPT:
+def fill_weights(model: GPT, source: GPT) -> GPT:
     model.double().load_state_dict(values(source))
     model.reset_buffers()
     return model
@@ -142,8 +142,8 @@ def test_a_cache_changes_no_logits_and_holds_the_window(arch: Architecture, prom
     tokens, cache = batch(arch)[0], KVCache()
     parts = [tokens[:, :prompt], *tokens[:, prompt:].split(1, 1)]
     with torch.no_grad():
-        cached = torch.cat([model(part, cache=cache) for part in parts], 1)
-        torch.testing.assert_close(cached, model(tokens), rtol=1e-10, atol=1e-10)
+        logits = torch.cat([model(part, cache=cache) for part in parts], 1)
+        torch.testing.assert_close(logits, model(tokens), rtol=1e-10, atol=1e-10)
     lengths = [cache._layers[layer][0].shape[2] for layer in range(3)]
     assert lengths == [4, arch.context, 69]
 
@@ -167,14 +167,14 @@ def test_transformers_computes_the_same_from_the_same_weights(
     arch = replace(LLAMA, windows=windows, tied=tied)
     model = random_gpt(arch).eval()
     config = transformers.AutoConfig.for_model(**to_config(arch))
-    theirs = transformers.AutoModelForCausalLM.from_config(config).double().eval()
-    assert type(theirs).__name__ == to_config(arch)["architectures"][0]
+    hf_model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
+    assert type(hf_model).__name__ == to_config(arch)["architectures"][0]
     tensors = dict(to_tensors(arch, values(model)))
-    expected = {*theirs.state_dict()} - ({"lm_head.weight"} if tied else set())
+    expected = {*hf_model.state_dict()} - ({"lm_head.weight"} if tied else set())
     assert {*tensors} == expected
-    theirs.load_state_dict(tensors, strict=False)
+    hf_model.load_state_dict(tensors, strict=False)
     tokens, _ = batch(arch)
-    torch.testing.assert_close(theirs(tokens).logits, model(tokens), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(hf_model(tokens).logits, model(tokens), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("windows", [(), (1, 4, None), (63, 2, 8)])
@@ -188,9 +188,9 @@ def test_flops_count_the_pairs_that_layers_attend_to(
     for window in windows or (None,) * 3:
         total += 2 * sum(map(sum, pairs(length, window))) - length
     assert windows or total == 3 * length**2
-    rest = flops_per_token(arch, 0)
+    base_flops = flops_per_token(arch, 0)
     expected = 12 * total * arch.n_head * arch.head_dim / length
-    assert flops_per_token(arch, length) == rest + int(expected)
+    assert flops_per_token(arch, length) == base_flops + int(expected)
 
 
 def test_entropies_are_of_what_is_seen() -> None:
@@ -202,11 +202,11 @@ def test_entropies_are_of_what_is_seen() -> None:
                 parameter.zero_()
     tokens, _ = batch(arch)
     by_layer = {head.layer: head for head in attention_entropy(model, tokens)}
-    seen = torch.arange(2, 33).double()
+    visible = torch.arange(2, 33).double()
     assert by_layer[0].entropy_nats == pytest.approx(
-        seen.clamp(max=4).log().mean().item(), rel=1e-5
+        visible.clamp(max=4).log().mean().item(), rel=1e-5
     )
-    assert by_layer[1].entropy_nats == pytest.approx(seen.log().mean().item(), rel=1e-5)
+    assert by_layer[1].entropy_nats == pytest.approx(visible.log().mean().item(), rel=1e-5)
     assert [by_layer[layer].share for layer in range(3)] == pytest.approx([1, 1, 0])
 
 
