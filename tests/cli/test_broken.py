@@ -153,9 +153,9 @@ def test_no_mistake_costs_the_import_of_torch_or_leaves_anything_behind(
     outcomes: Mapping[str, Outcome], answers: Mapping[str, Outcome]
 ) -> None:
     wrong = [
-        f"{name}: imported {outcome.heavy}, left {outcome.left}"
+        f"{name}: imported {outcome.heavy}, left {outcome.new_paths}"
         for name, outcome in [*outcomes.items(), *answers.items()]
-        if outcome.heavy or outcome.left
+        if outcome.heavy or outcome.new_paths
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -171,7 +171,7 @@ def test_every_command_that_reads_a_config_says_the_same(
     (tmp_path / broken.base).write_text(broken.text())
     (outcome,) = run_commands([(tmp_path, [*command, broken.base])])
     assert (outcome.code, outcome.err) == (2, outcomes[name].err)
-    assert not outcome.left
+    assert not outcome.new_paths
 
 
 @pytest.mark.parametrize(

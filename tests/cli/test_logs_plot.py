@@ -192,7 +192,7 @@ def test_a_page_asks_for_nothing_and_shows_what_was_asked_for(place: Path, run_p
         key = window.page.get_by_title("demo seed=1 loss")
         assert key.inner_text() == "seed=1 loss"
         assert window.errors == []
-        assert window.elsewhere() == []
+        assert window.urls_outside() == []
 
 
 @pytest.mark.parametrize(

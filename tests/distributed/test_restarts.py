@@ -46,6 +46,6 @@ def test_without_a_launcher_nothing_is_remembered(monkeypatch: pytest.MonkeyPatc
 def test_a_single_rank_remembers_too(tmp_path: Path) -> None:
     room = Room(tmp_path, size=1, mishap=Mishap("kill", 0, "step", starts=1, after_s=0), last=5)
     with room.launch(max_restarts=1) as ranks:
-        assert ranks.ended() == [0], ranks.said()
+        assert ranks.exit_codes() == [0], ranks.output()
     lines = (tmp_path / "found-0").read_text().splitlines()
     assert lines == ["None", (tmp_path / "first-run").read_text()]

@@ -46,7 +46,7 @@ def test_a_rank_that_sleeps_before_a_meeting_is_named_by_all_with_its_line(tmp_p
     with room.launch() as ranks:
         assert ranks.exit_codes() == [4]
         assert ranks.seconds_since_mishap([0, 1]) <= room.timeout_s + 2
-        summary = ranks.said()
+        summary = ranks.output()
     expected = "rank 1 has not entered a collective (gathering answers) for 2 s: it is in eval"
     for log in (summary, room.log(0), room.log(1)):
         assert expected in log
@@ -62,7 +62,7 @@ def test_a_rank_that_sleeps_in_a_backward_pass_is_named(tmp_path: Path) -> None:
     with room.launch() as ranks:
         assert ranks.exit_codes() == [4]
         assert ranks.seconds_since_mishap([0, 1]) <= room.timeout_s + 2
-        output = ranks.said()
+        output = ranks.output()
     assert re.search(r"all other ranks wait for rank 1: it is in step \d+, at toy_room.py", output)
 
 

@@ -184,7 +184,7 @@ def test_samples_are_pinned_by_the_thread_that_reads_ahead(
     losses("run", "checkpoint.asynchronous=false")
     assert set(gpu.pinned_by) == {"instar-prefetch"}
     assert any(
-        transfer.to == "cuda" and transfer.pinned and not transfer.waits
+        transfer.to == "cuda" and transfer.is_pinned and not transfer.waits
         for transfer in gpu.transfers
     )
 

@@ -15,12 +15,12 @@ def open_dashboard(
     browser: Browser, address: str, hash_: str = "", *, errors: bool = False, **how: Any
 ) -> Iterator[Watched]:
     """The page, live; at its end nothing has gone wrong in it and nothing else was asked."""
-    with watch_page(browser, **how) as seen:
-        seen.page.goto(f"{address}#{hash_}")
-        expect(seen.page.locator("#link")).to_have_text("live")
-        yield seen
-        assert seen.elsewhere(address.partition("?")[0].rstrip("/")) == []
-        assert errors or seen.errors == []
+    with watch_page(browser, **how) as visit:
+        visit.page.goto(f"{address}#{hash_}")
+        expect(visit.page.locator("#link")).to_have_text("live")
+        yield visit
+        assert visit.urls_outside(address.partition("?")[0].rstrip("/")) == []
+        assert errors or visit.errors == []
 
 
 def expect_points(page: Page, metric: str, count: int) -> None:
