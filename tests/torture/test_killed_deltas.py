@@ -16,6 +16,7 @@ from forks import Child, Forks
 
 from instar.checkpoint.manifest import CheckpointError
 from instar.extensions.delta.chain import links, verify_chain
+from instar.extensions.delta.format.folder import INDEX
 
 KILLS = figures.times(12, 200)
 PER_CHAIN = 20
@@ -38,14 +39,14 @@ def test_sigkill_leaves_a_chain_that_holds_every_acknowledged_link(
         if kill % PER_CHAIN == 0:
             place.mkdir()
             told.touch()
-        before = links(folder) if folder.exists() else []
+        before = links(folder) if (folder / INDEX).exists() else []
         # every third resumes from an older step, as a run does whose last checkpoint is older
         first = before[-1 - (2 * (kill % 3 == 2) if len(before) > 2 else 0)].step if before else 0
         saver = forks.start(
             "delta_savers:save_for_ever", str(folder), first, str(told), place=place
         )
         kill_at_random(saver, told, chance)
-        after = links(folder) if folder.exists() else []
+        after = links(folder) if (folder / INDEX).exists() else []
         moments[moment(folder, len(after), told)] += 1
         known = {link.number: link.step for link in after}
         lost += [each for each in acknowledged(told) if known.get(each[0]) != each[1]]
