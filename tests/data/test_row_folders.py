@@ -194,3 +194,15 @@ def test_files_that_are_in_no_split_are_named(tmp_path: Path) -> None:
         DataConfig(kind="rows", source=str(folder)), 1, tmp_path / "set", messages.append
     )
     assert f"left out of {folder}: more.jsonl, notes.txt" in messages
+    assert f"splits of {folder} that are not used (data.source_split): test" in messages
+
+
+def test_splits_of_a_saved_data_set_that_are_not_used_are_named(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_dict({"text": ["some text"] * 40})
+    splits = datasets.DatasetDict({"train": rows, "validation": rows})
+    splits.save_to_disk(tmp_path / "saved")
+    source = str(tmp_path / "saved")
+    messages: list[str] = []
+    prepare_dataset(DataConfig(kind="rows", source=source), 1, tmp_path / "set", messages.append)
+    message = f"splits of {source} that are not used (data.source_split): validation"
+    assert messages.count(message) == 1

@@ -10,10 +10,10 @@ from __future__ import annotations
 import glob
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
@@ -27,6 +27,7 @@ from instar.data.text.formats import (
     no_split,
     open_builder,
     other_columns,
+    splits_of,
 )
 from instar.record.progress import folder_bytes, progress
 
@@ -95,14 +96,33 @@ def load_stream(data: DataConfig) -> Stream:
     return stream
 
 
+def unread_splits(data: DataConfig) -> tuple[str, ...]:
+    """Return the names of splits in the folder `data.source` other than those to train on; () of other sources."""
+    if not Path(data.source).is_dir():
+        return ()
+    if is_saved(data.source):
+        with _quiet(), _explain_errors(data):
+            data_set = library().load_from_disk(data.source)
+        names = [*data_set] if isinstance(data_set, Mapping) else []
+    else:
+        names = [str(name) for name in _files_of_splits(data)]
+    read = splits_of(data)
+    return () if "all" in read else tuple(name for name in names if name not in read)
+
+
+def _files_of_splits(data: DataConfig) -> Mapping[str, Sequence[str]]:
+    module = library()
+    with _quiet(), _explain_errors(data):
+        files = module.load_dataset_builder(data.source, data.subset).config.data_files
+    return cast("Mapping[str, Sequence[str]]", files or {})
+
+
 def unread_files(data: DataConfig) -> tuple[str, ...]:
     """Return the names of files in the folder `data.source` that are in no split of it; () of other sources."""
     folder = Path(data.source)
     if not folder.is_dir() or is_saved(data.source):
         return ()
-    module = library()
-    with _quiet(), _explain_errors(data):
-        splits = module.load_dataset_builder(data.source, data.subset).config.data_files or {}
+    splits = _files_of_splits(data)
     read = {os.path.realpath(file) for files in splits.values() for file in files}
     left_out: list[str] = []
     inside = [file for file in walk(folder, left_out) if os.path.realpath(file) not in read]

@@ -35,7 +35,7 @@ from instar.data.text.documents import (
     write_row_index,
 )
 from instar.data.text.files import SourceFiles, names_text
-from instar.data.text.hf import load_rows, unread_files
+from instar.data.text.hf import load_rows, unread_files, unread_splits
 from instar.data.text.origin import (
     NOTE,
     check_made_from,
@@ -193,6 +193,10 @@ def _survey(data: DataConfig, say: Say) -> tuple[Mapping[str, SourceFiles], Mapp
     left_out = {key: files.left_out for key, files in sources.items()}
     if data.kind in ("rows", "stream"):
         left_out["source"] = unread_files(data)
+        if splits := unread_splits(data):
+            say(
+                f"splits of {data.source} that are not used (data.source_split): {', '.join(splits)}"
+            )
     for key, names in left_out.items():
         if names:
             say(f"left out of {getattr(data, key)}: {names_text(names)}")
