@@ -147,6 +147,9 @@ def test_a_run_is_asked_for_operations(
     assert "refused it: widen_mlp.value is not possible here" in refusal
     unknown = control_run(instar, "apply", "widen_mpl=3", code=2).stderr
     assert "did you mean 'widen_mlp'" in unknown
+    for setting in ("lr", "optimizer.lr"):
+        unknown = control_run(instar, "apply", f"{setting}=1e-4", code=2).stderr
+        assert "did you mean 'set_lr'" in unknown
     assert (
         "no entry 5 of the schedule waits"
         in control_run(instar, "cancel", "entry=5", code=2).stderr

@@ -408,6 +408,9 @@ def hint_for_unknown(name: str) -> str:
     if instead := remedy(name):
         return instead
     package, dot, _ = name.partition(".")
+    setting = f"set_{name.rpartition('.')[2]}"  # of a setting, or the key of one
+    if is_operation(setting):
+        return f"did you mean '{setting}'?"
     if dot:
         return f"no package with the operation is installed, an extension {package!r}"
     return nearest_hint(name, operation_names(), f"there are {', '.join(operation_names())}")
