@@ -72,9 +72,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         test = item.obj
         # decorators have made the settings, and Hypothesis has no other way to change them later
         name = "_hypothesis_internal_use_settings"
-        asked = getattr(test, name, None)
-        if asked is not None and asked.max_examples > MOST_EXAMPLES:
-            setattr(test, name, settings(asked, max_examples=MOST_EXAMPLES))
+        test_settings = getattr(test, name, None)
+        if test_settings is not None and test_settings.max_examples > MOST_EXAMPLES:
+            setattr(test, name, settings(test_settings, max_examples=MOST_EXAMPLES))
 
 
 def pytest_collection_finish() -> None:
@@ -92,7 +92,7 @@ def _leave_the_process_as_it_was() -> Iterator[None]:
     """No test depends on which others have run before it in this process: what training sets for
     the whole of its own process is set back."""
     environment, folder, restore_torch = dict(os.environ), Path.cwd(), _torch_as_it_is()
-    levels = {name: (found.level, found.handlers[:]) for name, found in _loggers()}
+    levels = {name: (logger.level, logger.handlers[:]) for name, logger in _loggers()}
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
     for number, handler in before.items():  # a command that fails ignores further ones
@@ -102,20 +102,20 @@ def _leave_the_process_as_it_was() -> Iterator[None]:
         os.environ.clear()
         os.environ.update(environment)
     os.chdir(folder)
-    for name, found in _loggers():
+    for name, logger in _loggers():
         level, handlers = levels.get(name, (logging.NOTSET, []))
-        if found.level != level:
-            found.setLevel(level)
-        if found.handlers != handlers:
-            found.handlers[:] = handlers
+        if logger.level != level:
+            logger.setLevel(level)
+        if logger.handlers != handlers:
+            logger.handlers[:] = handlers
     restore_torch()
 
 
 def _loggers() -> list[tuple[str, logging.Logger]]:
     return [
-        (name, found)
-        for name, found in logging.root.manager.loggerDict.items()
-        if isinstance(found, logging.Logger) and name.partition(".")[0] == "instar"
+        (name, logger)
+        for name, logger in logging.root.manager.loggerDict.items()
+        if isinstance(logger, logging.Logger) and name.partition(".")[0] == "instar"
     ]
 
 
@@ -127,7 +127,7 @@ def _torch_as_it_is() -> Callable[[], None]:
 
     dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
     deterministic = torch.get_deterministic_debug_mode()
-    filled = torch.utils.deterministic.fill_uninitialized_memory
+    fill = torch.utils.deterministic.fill_uninitialized_memory
     matmul, gradients = torch.get_float32_matmul_precision(), torch.is_grad_enabled()
 
     def restore() -> None:
@@ -137,7 +137,7 @@ def _torch_as_it_is() -> Callable[[], None]:
         torch.set_deterministic_debug_mode(deterministic)
         if "torch._inductor.config" in sys.modules:
             torch.use_deterministic_algorithms(deterministic > 0, warn_only=deterministic == 1)
-        torch.utils.deterministic.fill_uninitialized_memory = filled
+        torch.utils.deterministic.fill_uninitialized_memory = fill
         if torch.get_float32_matmul_precision() != matmul:
             torch.set_float32_matmul_precision(matmul)
         torch.set_grad_enabled(gradients)

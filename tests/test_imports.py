@@ -21,7 +21,7 @@ def module_of(path: Path) -> str:
 FILES = {module_of(path): path for path in ROOT.rglob("*.py")}
 
 
-def imported(path: Path) -> Iterator[str]:
+def imports_of(path: Path) -> Iterator[str]:
     """The modules of the package that a file imports: at its top, for types only, or in a function."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -36,7 +36,7 @@ def imported(path: Path) -> Iterator[str]:
 
 def test_files_import_each_other_in_one_direction() -> None:
     graph = {
-        module: {each for each in imported(path) if each != module}
+        module: {target for target in imports_of(path) if target != module}
         for module, path in FILES.items()
     }
     try:
@@ -52,7 +52,7 @@ def test_a_public_class_name_has_one_file() -> None:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 files.setdefault(node.name, []).append(module)
-    assert {name: found for name, found in files.items() if len(found) > 1} == {}
+    assert {name: modules for name, modules in files.items() if len(modules) > 1} == {}
 
 
 def test_folders_have_at_most_15_files() -> None:

@@ -23,7 +23,7 @@ from growing import (
 )
 from shapes import gpt2, llama
 from started import run_ranks
-from tiny_trainers import config, config_in, corpus, prepared
+from tiny_trainers import config, config_in, corpus, prepare_run
 
 from instar.checkpoint.listing import latest_checkpoint
 from instar.checkpoint.store import load_checkpoint
@@ -44,7 +44,7 @@ from instar.run.optimizer import (
     set_learning_rate,
 )
 
-__all__ = ["config", "config_in", "corpus", "prepared"]
+__all__ = ["config", "config_in", "corpus", "prepare_run"]
 
 SIZES = {"vocab_size": 11, "n_embd": 16, "n_mlp": 12, "context": 6, "n_layer": 3}
 STYLES: dict[str, Architecture] = {

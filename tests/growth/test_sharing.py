@@ -23,7 +23,7 @@ from growing import (
 from live import change_if_due, restore
 from shapes import gpt2, llama
 from small_models import model_of
-from tiny_trainers import config, config_in, corpus, prepared, trainer
+from tiny_trainers import config, config_in, corpus, prepare_run, trainer
 from transformers import AutoModelForCausalLM
 
 from instar.checkpoint.listing import latest_checkpoint
@@ -43,7 +43,7 @@ from instar.run.optimizer import (
 )
 from instar.run.trainer import Trainer
 
-__all__ = ["config", "config_in", "corpus", "prepared", "trainer"]
+__all__ = ["config", "config_in", "corpus", "prepare_run", "trainer"]
 
 SIZES = {"vocab_size": 11, "n_embd": 16, "n_mlp": 12, "context": 6}
 GPT2, LLAMA = gpt2(**SIZES), replace(llama(**SIZES), tied=True)

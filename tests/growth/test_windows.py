@@ -13,7 +13,7 @@ from cases import parametrize_first
 from growing import grow_model, operation, proof, random_gpt
 from shapes import gpt2, llama
 from started import run_ranks
-from tiny_trainers import config, config_in, corpus, prepared, trainer
+from tiny_trainers import config, config_in, corpus, prepare_run, trainer
 
 from instar.checkpoint.listing import latest_checkpoint
 from instar.checkpoint.manifest import CheckpointError
@@ -29,7 +29,7 @@ from instar.record.events import Train, read_events
 from instar.run.start.preflight import Prepared
 from instar.run.trainer import Trainer
 
-__all__ = ["config", "config_in", "corpus", "prepared", "trainer"]
+__all__ = ["config", "config_in", "corpus", "prepare_run", "trainer"]
 
 SIZES = {"vocab_size": 11, "n_layer": 3, "n_embd": 16, "n_mlp": 12, "context": 12}
 LLAMA = llama(**SIZES)
@@ -132,14 +132,14 @@ def test_export_refuses_other_windows_by_name(arch: Architecture, message: str) 
         to_config(arch)
 
 
-def test_a_run_is_checked_before_it_starts(prepared: Callable[..., Prepared]) -> None:
+def test_a_run_is_checked_before_it_starts(prepare_run: Callable[..., Prepared]) -> None:
     entry = {"name": "set_window", "when": {"at_step": 1}}
     for value, message in (
         (16, "not shorter than the context"),
         ({"layers": [2], "size": 4}, "no layer 2"),
     ):
         with pytest.raises(ConfigError, match=message):
-            prepared(f"schedule={json.dumps([{**entry, 'value': value}])}")
+            prepare_run(f"schedule={json.dumps([{**entry, 'value': value}])}")
 
 
 SCHEDULE = [
@@ -153,11 +153,11 @@ WINDOWS = [6, None, 6]
 
 
 def test_the_forecast_counts_what_the_run_counts(
-    prepared: Callable[..., Prepared], trainer: Callable[..., Trainer]
+    prepare_run: Callable[..., Prepared], trainer: Callable[..., Trainer]
 ) -> None:
     keys = ("train.until=[10it]", f"schedule={json.dumps(SCHEDULE)}", "eval.eval_interval=4")
     keys = (*keys, "learning_rate.lr_decay_iters=10", "model.dropout=0.1")
-    ready, run = prepared(*keys), trainer(*keys)
+    ready, run = prepare_run(*keys), trainer(*keys)
     run.train()
     shapes = [stage.architecture for stage in ready.forecast.stages]
     assert all(isinstance(shape, Architecture) for shape in shapes)

@@ -62,9 +62,9 @@ REFUSED = {
 def file_of(root: Path, name: str, component: str = "model") -> dict[str, torch.Tensor]:
     """The tensors of a component by name, of the one file or of its parts' rows."""
     folder = root / "checkpoints" / name
-    whole = folder / f"{component}.safetensors"
-    if whole.is_file():
-        return load_file(whole)
+    single_file = folder / f"{component}.safetensors"
+    if single_file.is_file():
+        return load_file(single_file)
     rows: dict[str, list[torch.Tensor]] = {}
     parts = sorted((folder / component).iterdir(), key=lambda path: int(path.name.split("-")[0]))
     for part in parts:
@@ -81,9 +81,9 @@ def mean_of(root: Path, *names: str) -> dict[str, torch.Tensor]:
     }
 
 
-def assert_same(tensors: Tensors, others: Tensors) -> None:
-    assert tensors.keys() == others.keys()
-    assert [name for name in tensors if not torch.equal(tensors[name], others[name])] == []
+def assert_same(tensors: Tensors, expected: Tensors) -> None:
+    assert tensors.keys() == expected.keys()
+    assert [name for name in tensors if not torch.equal(tensors[name], expected[name])] == []
 
 
 @pytest.mark.parametrize("value", [3, [2, 4, 6]], ids=str)
@@ -116,8 +116,8 @@ def test_the_weights_become_the_mean_and_nothing_else_changes(
 
 def test_a_mean_of_the_present_weights_changes_no_bit(trainer: Make, tmp_path: Path) -> None:
     run, plain = trainer(*EVERY_2, entry([4], 4)), trainer(*EVERY_2, name="plain")
-    for each in (run, plain):
-        each.train()
+    for trainer_of in (run, plain):
+        trainer_of.train()
     assert_same(run.parts.stepper.parameters, plain.parts.stepper.parameters)
     assert_same(run.parts.stepper.states(), plain.parts.stepper.states())
     events = [e for e in read_events(tmp_path / "events.jsonl") if isinstance(e, OperationEvent)]
@@ -193,12 +193,12 @@ def test_dropout_may_differ_between_the_checkpoints(trainer: Make) -> None:
 
 def test_checkpoints_of_other_runs_do_not_count(trainer: Make) -> None:
     run, other = (trainer(*LONG, "checkpoint.keep_last=9", name=name) for name in ("run", "other"))
-    for each in (run, other):
-        each.parts.line = [RunStart(each.parts.saver.root.name, 0, 0.0)]
+    for live_run in (run, other):
+        live_run.parts.line = [RunStart(live_run.parts.saver.root.name, 0, 0.0)]
         for step in (1, 2, 3):
-            each.step()
-            if (step == 2) == (each is other):
-                each.save("here", wait=True)
+            live_run.step()
+            if (step == 2) == (live_run is other):
+                live_run.save("here", wait=True)
     root = run.parts.saver.root
     shutil.copytree(*(r / "checkpoints" / "step-2" for r in (other.parts.saver.root, root)))
     for value in (3, [1, 2]):
@@ -214,8 +214,8 @@ def test_a_schedule_may_skip_it(trainer: Make) -> None:
         trainer(*LONG, entry([7], 3, on_failure="skip"), name="run"),
         trainer(*LONG, name="plain"),
     )
-    for each in (run, plain):
-        each.train()
+    for live_run in (run, plain):
+        live_run.train()
     assert [bool(change.skipped) for change in run.state.history] == [True]
     assert_same(run.parts.stepper.parameters, plain.parts.stepper.parameters)
 
@@ -233,10 +233,10 @@ def test_a_running_run_is_asked_for_it(trainer: Make) -> None:
             {"name": "average_checkpoints", "value": value},
         )
     run.train()
-    mean, refused = run.state.history
+    mean, refusal = run.state.history
     before = [step for step in (1, 2, 3, 4, 6, 8) if step <= mean.step]
     assert (mean.operation.value, mean.skipped) == (before[-2:], "")
-    assert "9 checkpoints are to be averaged, and" in refused.skipped
+    assert "9 checkpoints are to be averaged, and" in refusal.skipped
 
 
 @pytest.mark.parametrize(
@@ -251,12 +251,12 @@ def test_a_running_run_is_asked_for_it(trainer: Make) -> None:
     ],
 )
 def test_what_a_run_cannot_do_is_refused_before_it_starts(
-    prepared: Callable[..., Prepared], value: Any, keys: Sequence[str], message: str
+    prepare_run: Callable[..., Prepared], value: Any, keys: Sequence[str], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        prepared(*keys, entry(value, 5))
-    assert prepared("checkpoint.keep_last=4", entry(4, 5)).forecast.stages[1].label == "lossy"
-    prepared("checkpoint.keep_every=2", entry(4, 5))
+        prepare_run(*keys, entry(value, 5))
+    assert prepare_run("checkpoint.keep_last=4", entry(4, 5)).forecast.stages[1].label == "lossy"
+    prepare_run("checkpoint.keep_every=2", entry(4, 5))
 
 
 @parametrize_first("reproducible", ["elastic", "fixed"], first=1)
@@ -264,7 +264,7 @@ def test_any_number_of_ranks_and_any_strategy_have_the_same_mean(
     config_in: Callable[..., Loaded], tmp_path: Path, reproducible: str
 ) -> None:
     """With sharded parameters and checkpoints, from which one without goes on. Then all skip an entry alike."""
-    loaded = config_in(
+    loaded_config = config_in(
         tmp_path,
         *EVERY_2,
         entry(3, 6, REFUSED),
@@ -273,7 +273,7 @@ def test_any_number_of_ranks_and_any_strategy_have_the_same_mean(
         f"reproducible={reproducible}",
     )
     path = tmp_path / "run.yaml"
-    path.write_text(loaded.to_yaml(origin=False), encoding="utf-8")
+    path.write_text(loaded_config.to_yaml(origin=False), encoding="utf-8")
     weights, curves = {}, {}
     for name, ranks, keys in (
         ("one", 1, ()),
@@ -292,8 +292,8 @@ def test_any_number_of_ranks_and_any_strategy_have_the_same_mean(
         assert_same(file_of(root, "step-6.1"), mean_of(root, "step-2", "step-4", "step-6"))
         weights[name] = load_checkpoint(latest_checkpoint(root)).tensors("model")
         history = read_manifest(latest_checkpoint(root)).history
-        skipped = [change["skipped"] for change in history if change["skipped"]]
-        assert ["no checkpoint of step 5 to be averaged" in text for text in skipped] == [True]
+        skip_reasons = [change["skipped"] for change in history if change["skipped"]]
+        assert ["no checkpoint of step 5 to be averaged" in text for text in skip_reasons] == [True]
         events = read_events(root / "events.jsonl")
         curves[name] = [event.loss for event in events if isinstance(event, Train)]
     assert len(curves["one"]) == 9
@@ -322,8 +322,8 @@ def test_a_run_that_is_killed_after_it_ends_as_the_undisturbed_one(
     )
     children = place.train(tmp_path / "whole", *keys, ranks=2)
     assert tiny_run.codes(children) == [0, 0], tiny_run.output_of(children)
-    root, killed = tmp_path / "parts", "failures:killed_at_step_18"
-    children = place.train(root, *keys, "parallel.timeout_s=10", ranks=2, body=killed)
+    root, kill_body = tmp_path / "parts", "failures:killed_at_step_18"
+    children = place.train(root, *keys, "parallel.timeout_s=10", ranks=2, body=kill_body)
     assert -signal.SIGKILL in tiny_run.codes(children)
     assert tiny_run.acknowledged_step(root) == (16 if saves_result else 15)
     children = place.resume(root, ranks=2, body=INSTAR)
@@ -344,8 +344,8 @@ def test_a_mean_offline_is_used_as_any_checkpoint(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    loaded = config_in(tmp_path, *EVERY_2, f"record.run_dir={tmp_path / 'run'}")
-    (tmp_path / "run.yaml").write_text(loaded.to_yaml(origin=False), encoding="utf-8")
+    loaded_config = config_in(tmp_path, *EVERY_2, f"record.run_dir={tmp_path / 'run'}")
+    (tmp_path / "run.yaml").write_text(loaded_config.to_yaml(origin=False), encoding="utf-8")
     run_ranks(1, tmp_path, "train", tmp_path / "run.yaml")
     root = tmp_path / "run"
     names = [path.name for path in list_checkpoints(root)][-2:]

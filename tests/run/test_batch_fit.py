@@ -94,8 +94,8 @@ def test_the_batch_is_the_largest_whose_measured_memory_fits(
     after = run.parts.stepper.parameters
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert all(p.grad is None for p in after.values())
-    folded = fold_history(run.parts.initial, run.state.history)
-    assert folded.settings == run.state.settings
+    replayed_state = fold_history(run.parts.initial, run.state.history)
+    assert replayed_state.settings == run.state.settings
     run.step()
 
 
@@ -152,9 +152,11 @@ def test_ranks_agree_and_a_resume_has_the_batch_that_was_measured(
         {"name": "adjust_batch_size", "value": 0.5, "max": 6, "lr": "sqrt", "when": {"at_step": 3}}
     ]
     keys = ("train.gradient_accumulation_steps=1", "learning_rate.shape=constant")
-    loaded = config_in(tmp_path, f"schedule={json.dumps(schedule)}", "train.until=[5it]", *keys)
+    loaded_config = config_in(
+        tmp_path, f"schedule={json.dumps(schedule)}", "train.until=[5it]", *keys
+    )
     path = tmp_path / "run.yaml"
-    path.write_text(loaded.to_yaml(origin=False), encoding="utf-8")
+    path.write_text(loaded_config.to_yaml(origin=False), encoding="utf-8")
     run_dir = tmp_path / "run"
     run_ranks(ranks, tmp_path, "train", path, "--set", f"record.run_dir={run_dir}")
     run_ranks(ranks, tmp_path, "resume", run_dir, "--until", "7it")

@@ -64,24 +64,24 @@ def cfg(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def made(cfg: Path) -> Path:
+def original_trunk(cfg: Path) -> Path:
     """A family after its training, one rank; not to be changed."""
     train(cfg, cfg.parent / "trunk", FAMILY)
     return cfg.parent / "trunk"
 
 
 @pytest.fixture
-def family(made: Path, tmp_path: Path) -> Path:
+def family(original_trunk: Path, tmp_path: Path) -> Path:
     """A copy of the trunk and of its branches."""
     for run in ENDS:
-        shutil.copytree(made.with_name(run), tmp_path / run)
+        shutil.copytree(original_trunk.with_name(run), tmp_path / run)
     return tmp_path / "trunk"
 
 
 def train(cfg: Path, run_dir: Path, schedule: object, *overrides: str, ranks: int = 1) -> None:
-    given = (f"record.run_dir={run_dir}", f"schedule={json.dumps(schedule)}", *overrides)
+    settings = (f"record.run_dir={run_dir}", f"schedule={json.dumps(schedule)}", *overrides)
     run_ranks(
-        ranks, cfg.parent, "train", cfg, *(word for text in given for word in ("--set", text))
+        ranks, cfg.parent, "train", cfg, *(word for text in settings for word in ("--set", text))
     )
 
 
@@ -103,18 +103,18 @@ WSD = (
 )
 
 
-def test_a_trunk_is_as_without_branches(cfg: Path, made: Path, tmp_path: Path) -> None:
-    assert sorted(path.name for path in made.parent.glob("trunk*")) == sorted(ENDS)
+def test_a_trunk_is_as_without_branches(cfg: Path, original_trunk: Path, tmp_path: Path) -> None:
+    assert sorted(path.name for path in original_trunk.parent.glob("trunk*")) == sorted(ENDS)
     for run, step in ENDS.items():
-        assert latest_checkpoint(made.with_name(run)).name == f"step-{step}"
+        assert latest_checkpoint(original_trunk.with_name(run)).name == f"step-{step}"
     train(cfg, tmp_path / "plain", [GROW])
-    assert weights(tmp_path / "plain", STEPS) == weights(made, STEPS)
+    assert weights(tmp_path / "plain", STEPS) == weights(original_trunk, STEPS)
 
 
-def test_a_branch_is_as_a_run_that_decays(cfg: Path, made: Path, tmp_path: Path) -> None:
+def test_a_branch_is_as_a_run_that_decays(cfg: Path, original_trunk: Path, tmp_path: Path) -> None:
     train(cfg, tmp_path / "wsd", [], *WSD)
     expected = weights(tmp_path / "wsd", 12)
-    assert weights(made.with_name("trunk.small"), 12) == expected
+    assert weights(original_trunk.with_name("trunk.small"), 12) == expected
     assert {name.split("/")[0].split(".")[0] for name in expected} == {
         *("model", "optimizer", "ema", "rng")
     }
@@ -133,27 +133,29 @@ def resume(run: Path, *words: str, code: int = 0) -> str:
     return rank.output()
 
 
-def test_a_branch_is_a_run_of_its_own_that_says_where_it_comes_from(made: Path) -> None:
+def test_a_branch_is_a_run_of_its_own_that_says_where_it_comes_from(original_trunk: Path) -> None:
     for name, step, layers in (("small", 6, 2), ("big", 10, 3)):
-        run = made.with_name(f"trunk.{name}")
-        first, started, *rest = events(run)
+        run = original_trunk.with_name(f"trunk.{name}")
+        first, start, *later_events = events(run)
         assert isinstance(first, Branched)
-        assert isinstance(started, RunStarted)
+        assert isinstance(start, RunStarted)
         assert (first.name, first.parent, first.step) == (name, "trunk", step)
-        assert started.resumed_from == first.checkpoint == f"step-{step}"
-        assert started.architecture["n_layer"] == layers
-        grown = [event.name for event in rest if isinstance(event, OperationEvent)]
-        assert grown == (["widen_mlp"] if name == "big" else [])
+        assert start.resumed_from == first.checkpoint == f"step-{step}"
+        assert start.architecture["n_layer"] == layers
+        growth_names = [event.name for event in later_events if isinstance(event, OperationEvent)]
+        assert growth_names == (["widen_mlp"] if name == "big" else [])
         config = load_checked(str(run / "run.yaml")).config
         assert config.train.until == (f"{step + (6 if name == 'small' else 4)}it",)
         assert config.train.batch_size == (3 if name == "big" else 4)
         # its best is one of its own evaluations
         best = (run / "checkpoints" / "best").read_text().strip()
         assert int(best.removeprefix("step-")) > step
-    made = [
-        (event.name, event.value) for event in events(made) if isinstance(event, OperationEvent)
+    operations = [
+        (event.name, event.value)
+        for event in events(original_trunk)
+        if isinstance(event, OperationEvent)
     ]
-    assert made == [("branch", "small"), ("insert_layers", 1), ("branch", "big")]
+    assert operations == [("branch", "small"), ("insert_layers", 1), ("branch", "big")]
 
 
 def test_nothing_is_done_twice(family: Path) -> None:
@@ -164,8 +166,8 @@ def test_nothing_is_done_twice(family: Path) -> None:
     assert [(run / "events.jsonl").read_bytes() for run in members] == before
     assert len(list(family.parent.glob("trunk*"))) == 3
     assert not list(family.parent.glob(".tmp-*"))
-    said = resume(family, "--from", "4", "--set", "optimizer.lr=0.002")
-    assert said.count("is the branch of an earlier course of this run") == 2
+    output = resume(family, "--from", "4", "--set", "optimizer.lr=0.002")
+    assert output.count("is the branch of an earlier course of this run") == 2
     assert [(run / "events.jsonl").read_bytes() for run in members] == before
 
 
@@ -173,8 +175,12 @@ def test_a_stop_in_a_branch_names_the_command_for_the_whole_family(
     cfg: Path, tmp_path: Path
 ) -> None:
     trunk, long = tmp_path / "trunk", [{**SMALL, "iters": 100_000}]
-    given = (f"record.run_dir={trunk}", f"schedule={json.dumps(long)}", "eval.eval_interval=9999")
-    words = ["train", str(cfg), *(word for text in given for word in ("--set", text))]
+    settings = (
+        f"record.run_dir={trunk}",
+        f"schedule={json.dumps(long)}",
+        "eval.eval_interval=9999",
+    )
+    words = ["train", str(cfg), *(word for text in settings for word in ("--set", text))]
     (rank,) = children_as_ranks(forks(), 1, INSTAR, words, place=tmp_path)
     assert rank.wait_for(r"^run trunk\.small ")
     assert rank.wait_for(r"^ *[2-9]\d .*loss")
@@ -200,9 +206,11 @@ def test_what_is_left_of_a_family_is_trained_at_a_resume(family: Path, tmp_path:
     begin_again(small, "step-6", "step-8", "step-12")
     big.rename(tmp_path / "elsewhere")
     with hold(RunDir(small)):
-        said = resume(family)
-    assert f"the branch small is being trained by process {os.getpid()}, and is left to it" in said
-    assert "the branch big is gone" in said
+        output = resume(family)
+    assert (
+        f"the branch small is being trained by process {os.getpid()}, and is left to it" in output
+    )
+    assert "the branch big is gone" in output
     assert latest_checkpoint(small).name == "step-6"
     resume(family)
     assert weights(small, 12) == expected
@@ -222,16 +230,16 @@ def test_a_branch_keeps_what_its_own_operations_set_at_a_resume(cfg: Path, tmp_p
 
 
 def test_a_branch_may_be_left_to_a_command_of_its_own(
-    cfg: Path, made: Path, tmp_path: Path
+    cfg: Path, original_trunk: Path, tmp_path: Path
 ) -> None:
     train(cfg, tmp_path / "trunk", [{**SMALL, "train": False}, GROW, BIG])
     small = tmp_path / "trunk.small"
     assert latest_checkpoint(small).name == "step-6"
-    assert weights(tmp_path / "trunk.big", 14) == weights(made.with_name("trunk.big"), 14)
+    assert weights(tmp_path / "trunk.big", 14) == weights(original_trunk.with_name("trunk.big"), 14)
     assert "small" not in resume(tmp_path / "trunk")
     assert latest_checkpoint(small).name == "step-6"
     resume(small)
-    assert weights(small, 12) == weights(made.with_name("trunk.small"), 12)
+    assert weights(small, 12) == weights(original_trunk.with_name("trunk.small"), 12)
 
 
 def test_a_branch_whose_config_is_lost_is_restored_and_ends_alike(family: Path) -> None:
@@ -252,11 +260,11 @@ def test_a_folder_that_is_no_branch_is_not_taken_for_one(family: Path) -> None:
     record = family.with_name("trunk.small") / "events.jsonl"
     record.write_text(record.read_text().replace('"parent":"trunk"', '"parent":"x"'))
     before = record.read_bytes()
-    said = resume(family, "--from", "4", code=4)
-    assert "exists and is not the branch small of this run; move it away" in said
+    output = resume(family, "--from", "4", code=4)
+    assert "exists and is not the branch small of this run; move it away" in output
     assert record.read_bytes() == before
-    skipped = [{**SMALL, "on_failure": "skip"}, GROW, BIG]
-    resume(family, "--from", "4", "--set", f"schedule={json.dumps(skipped)}")
+    skipping_schedule = [{**SMALL, "on_failure": "skip"}, GROW, BIG]
+    resume(family, "--from", "4", "--set", f"schedule={json.dumps(skipping_schedule)}")
     history = read_manifest(latest_checkpoint(family)).history
     assert "is not the branch" in next(c["skipped"] for c in history if c["entry"] == 0)
     assert record.read_bytes() == before
@@ -265,20 +273,20 @@ def test_a_folder_that_is_no_branch_is_not_taken_for_one(family: Path) -> None:
 def test_a_branch_that_is_a_link_is_not_trained(family: Path, tmp_path: Path) -> None:
     """It could be the branch of another run with the trunk's name."""
     branch = family.with_name("trunk.small")
-    mine = branch.rename(tmp_path / "mine")
-    branch.symlink_to(mine)
-    before = {path: path.stat().st_mtime_ns for path in mine.rglob("*")}
+    target = branch.rename(tmp_path / "mine")
+    branch.symlink_to(target)
+    before = {path: path.stat().st_mtime_ns for path in target.rglob("*")}
     assert "symbolic link, which is not followed" in resume(family, code=2)
     assert "symbolic link, which is not followed" in resume(family, "--from", "4", code=4)
-    assert {path: path.stat().st_mtime_ns for path in mine.rglob("*")} == before
+    assert {path: path.stat().st_mtime_ns for path in target.rglob("*")} == before
 
 
-def entry(**given: Any) -> Mapping[str, Any]:
-    return {**SMALL, **given}
+def entry(**options: Any) -> Mapping[str, Any]:
+    return {**SMALL, **options}
 
 
 @pytest.mark.parametrize(
-    ("schedule", "said"),
+    ("schedule", "message"),
     [
         ([entry(value="../up")], "schedule[0].value must be the branch's name"),
         ([entry(value="a/b")], "schedule[0].value must be the branch's name"),
@@ -306,22 +314,24 @@ def entry(**given: Any) -> Mapping[str, Any]:
         ([entry(when={"at_step": 14})], "schedule[0] cannot begin: the run ends after 14 steps"),
     ],
 )
-def test_what_cannot_be_is_refused_before_the_start(cfg: Path, schedule: object, said: str) -> None:
-    with pytest.raises(ConfigError) as refused:
+def test_what_cannot_be_is_refused_before_the_start(
+    cfg: Path, schedule: object, message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
         preflight(load_checked(str(cfg), [f"schedule={json.dumps(schedule)}"]), world_size=1)
-    assert said in str(refused.value)
+    assert message in str(caught.value)
 
 
 def test_a_branch_begins_with_a_whole_checkpoint(cfg: Path) -> None:
-    given = [f"schedule={json.dumps(FAMILY)}", "checkpoint.save_rng_state=false"]
+    settings = [f"schedule={json.dumps(FAMILY)}", "checkpoint.save_rng_state=false"]
     with pytest.raises(ConfigError, match="save_rng_state is false, and a branch begins"):
-        load_checked(str(cfg), given)
+        load_checked(str(cfg), settings)
 
 
 def test_a_branch_is_forecast(cfg: Path) -> None:
-    loaded = load_checked(str(cfg), [f"schedule={json.dumps(FAMILY)}"])
-    prepared = preflight(loaded, world_size=1)
-    small, big = prepared.forecast.branches
+    loaded_config = load_checked(str(cfg), [f"schedule={json.dumps(FAMILY)}"])
+    prepared_run = preflight(loaded_config, world_size=1)
+    small, big = prepared_run.forecast.branches
     assert (small.first_step, small.latest_step, small.iters, small.decay) == (6, 6, 6, 3)
     assert (big.first_step, big.decay) == (10, 4)
     assert big.parameters.total > small.parameters.total
@@ -330,20 +340,22 @@ def test_a_branch_is_forecast(cfg: Path) -> None:
         assert branch.early == branch.late
         assert branch.early.steps == branch.iters
     # the trunk's steps and FLOPs are those without branches
-    alone = prepared.config.model_copy(update={"schedule": (prepared.config.schedule[1],)})
-    without = forecast(alone, prepared.spec, 1)
-    assert without.early == prepared.forecast.early
-    assert without.stages[1].first_step == prepared.forecast.stages[2].first_step
-    text = render(prepared.forecast)
+    trunk_config = prepared_run.config.model_copy(
+        update={"schedule": (prepared_run.config.schedule[1],)}
+    )
+    without = forecast(trunk_config, prepared_run.spec, 1)
+    assert without.early == prepared_run.forecast.early
+    assert without.stages[1].first_step == prepared_run.forecast.stages[2].first_step
+    text = render(prepared_run.forecast)
     assert "small, at step 6: 6 steps" in text
     assert "big, at step 10: 4 steps" in text
 
 
 def test_branches_beside_a_new_run_must_be_new(cfg: Path, tmp_path: Path) -> None:
     (tmp_path / "trunk.small").mkdir()
-    given = [f"schedule={json.dumps(FAMILY)}", f"record.run_dir={tmp_path / 'trunk'}"]
+    settings = [f"schedule={json.dumps(FAMILY)}", f"record.run_dir={tmp_path / 'trunk'}"]
     with pytest.raises(ConfigError, match=r"the branch's folder .*trunk\.small exists already"):
-        preflight(load_checked(str(cfg), given), world_size=1)
+        preflight(load_checked(str(cfg), settings), world_size=1)
 
 
 def test_the_trunks_report_is_written_again_also_where_a_branch_fails(
@@ -354,8 +366,8 @@ def test_the_trunks_report_is_written_again_also_where_a_branch_fails(
     branches = iter([[(RunDir(tmp_path / "trunk.small"), config)]])
 
     def train(*_: object) -> object:
-        for left in branches:
-            return left
+        for branch_runs in branches:
+            return branch_runs
         raise RunFailed("the disk is gone")
 
     reports: list[tuple[RunDir, object]] = []

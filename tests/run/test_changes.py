@@ -49,8 +49,8 @@ def schedule(*entries: Entry) -> str:
 
 
 def at(step: int, name: str, value: Any = None, **more: Any) -> Entry:
-    given = {} if value is None else {"value": value}
-    return {"name": name, **given, "when": {"at_step": step}, **more}
+    options = {} if value is None else {"value": value}
+    return {"name": name, **options, "when": {"at_step": step}, **more}
 
 
 def events(path: Path, kind: type[Any]) -> list[Any]:
@@ -73,13 +73,13 @@ def test_a_probe_is_one_pass_over_a_few_samples(make_grown: Make, more: Sequence
     samples = probe_samples(held_out, device)
     assert samples.weight == min(8, -(-PROBE_WEIGHT // context)) * context
     model, calls = run.parts.stepper.unwrapped_model, list[Any]()
-    with model.register_forward_hook(lambda *each: calls.append(each)):
-        found = probe(task, model, samples)
+    with model.register_forward_hook(lambda *hook_arguments: calls.append(hook_arguments)):
+        outputs = probe(task, model, samples)
     assert len(calls) == 1
     with torch.no_grad():
         loss = task.loss_sum(model, samples.batch).item() / samples.weight
-        assert torch.equal(found.logits, task.outputs(model, samples.batch))
-    assert found.loss == pytest.approx(loss, rel=1e-6)
+        assert torch.equal(outputs.logits, task.outputs(model, samples.batch))
+    assert outputs.loss == pytest.approx(loss, rel=1e-6)
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -91,17 +91,17 @@ def test_a_model_grows_and_computes_what_it_did(
     assert outcome.progress.step == 14
     shape = run.state.in_force.architecture
     assert (shape.n_layer, shape.n_mlp, shape.n_embd, shape.n_head) == (3, 192, 48, 4)
-    told = events(tmp_path / "events.jsonl", OperationEvent)
-    assert [(one.name, one.step) for one in told] == [
+    operations = events(tmp_path / "events.jsonl", OperationEvent)
+    assert [(operation.name, operation.step) for operation in operations] == [
         ("insert_layers", 4),
         ("widen_mlp", 6),
         ("widen_hidden", 8),
         ("add_heads", 10),
     ]
-    for one in told:
-        assert (one.verb, one.preserves) == ("GROW", "exact")
-        assert one.proof["max_logit_diff"] < 1e-4
-        assert one.proof["parameters_after"] > one.proof["parameters_before"]
+    for operation in operations:
+        assert (operation.verb, operation.preserves) == ("GROW", "exact")
+        assert operation.proof["max_logit_diff"] < 1e-4
+        assert operation.proof["parameters_after"] > operation.proof["parameters_before"]
     evals = {event.step: event.loss for event in events(tmp_path / "events.jsonl", Eval)}
     assert evals.keys() >= {6, 8}
 
@@ -115,9 +115,9 @@ def test_the_loss_on_held_out_samples_is_what_it_was(make_grown: Make) -> None:
         run.step()
         original()
         before.append(run.state.evaluated_metrics["loss"])
-        grown = len(run.state.history)
+        n_changes = len(run.state.history)
         change_if_due(run)
-        if len(run.state.history) > grown:
+        if len(run.state.history) > n_changes:
             original()
             after.append((before[-1], run.state.evaluated_metrics["loss"]))
     assert len(after) == 4
@@ -141,10 +141,10 @@ def test_everything_is_that_of_the_new_model(make_grown: Make, optimizer: str) -
     assert run.parts.stepper.ema is not None
     assert {name: tuple(t.shape) for name, t in run.parts.stepper.ema.items()} == shapes
     dimensions = {name: p.ndim for name, p in run.parts.stepper.parameters.items()}
-    wanted = group_parameters(dimensions, run.parts.config.optimizer)
-    groups = [group for one in run.parts.stepper.optimizers for group in one.param_groups]
+    expected_groups = group_parameters(dimensions, run.parts.config.optimizer)
+    groups = [group for part in run.parts.stepper.optimizers for group in part.param_groups]
     assert sorted(len(group["params"]) for group in groups) == sorted(
-        len(group.names) for group in wanted
+        len(group.names) for group in expected_groups
     )
     memory = optimizer_tensors(run.parts.stepper.optimizers, run.parts.stepper.parameters)
     for name, tensor in memory.items():
@@ -169,8 +169,8 @@ def test_copies_that_stay_equal_are_warned_of(
     while run.state.progress.step < 4:
         change_if_due(run)
         run.step()
-    said = [event.message for event in events(tmp_path / "events.jsonl", Warn)]
-    assert any("copies that widen_mlp made" in each for each in said) == warns
+    messages = [event.message for event in events(tmp_path / "events.jsonl", Warn)]
+    assert any("copies that widen_mlp made" in message for message in messages) == warns
 
 
 def test_what_the_optimizer_knew_is_kept(make_grown: Make) -> None:
@@ -179,21 +179,21 @@ def test_what_the_optimizer_knew_is_kept(make_grown: Make) -> None:
         run.step()
     name = "blocks.0.mlp.up.weight"
     before = optimizer_tensors(run.parts.stepper.optimizers, run.parts.stepper.parameters)
-    kept = {key: tensor.clone() for key, tensor in before.items() if key.startswith(name)}
+    states_before = {key: tensor.clone() for key, tensor in before.items() if key.startswith(name)}
 
     change_if_due(run)
     after = optimizer_tensors(run.parts.stepper.optimizers, run.parts.stepper.parameters)
-    assert kept[f"{name}/exp_avg"].count_nonzero()
+    assert states_before[f"{name}/exp_avg"].count_nonzero()
     for field in ("exp_avg", "exp_avg_sq"):
-        assert torch.equal(after[f"{name}/{field}"][:128], kept[f"{name}/{field}"])
+        assert torch.equal(after[f"{name}/{field}"][:128], states_before[f"{name}/{field}"])
     assert after[f"{name}/step"] == 4
 
 
 def test_gradients_reach_what_is_new_and_it_is_recorded(make_grown: Make, tmp_path: Path) -> None:
     make_grown(schedule(at(4, "widen_mlp", 192))).train()
-    told = events(tmp_path / "events.jsonl", NewGradients)
-    assert [one.step for one in told] == [5, 6, 7]
-    assert all(one.grad_norm_new > 0 for one in told)
+    gradient_events = events(tmp_path / "events.jsonl", NewGradients)
+    assert [event.step for event in gradient_events] == [5, 6, 7]
+    assert all(event.grad_norm_new > 0 for event in gradient_events)
     assert not events(tmp_path / "events.jsonl", Warn)
 
 
@@ -240,18 +240,18 @@ def test_frozen_parameters_stand_still_and_go_on_later(make_grown: Make) -> None
         "train.ema=0.9",
     )
 
-    seen = {}
+    weights_at = {}
     while run.state.progress.step < 8:
-        seen[run.state.progress.step] = {
+        weights_at[run.state.progress.step] = {
             name: p.detach().clone() for name, p in run.parts.stepper.parameters.items()
         }
         run.step()
         change_if_due(run)
     name, other = "blocks.0.mlp.up.weight", "blocks.1.mlp.up.weight"
-    assert not torch.equal(seen[2][name], seen[3][name])
-    assert torch.equal(seen[3][name], seen[6][name])
-    assert not torch.equal(seen[3][other], seen[6][other])
-    assert not torch.equal(seen[6][name], seen[7][name])
+    assert not torch.equal(weights_at[2][name], weights_at[3][name])
+    assert torch.equal(weights_at[3][name], weights_at[6][name])
+    assert not torch.equal(weights_at[3][other], weights_at[6][other])
+    assert not torch.equal(weights_at[6][name], weights_at[7][name])
 
 
 def test_samples_get_another_length_and_the_cursor_goes_on(
@@ -290,14 +290,14 @@ def test_a_mask_opens_and_is_folded_away(make_grown: Make, tmp_path: Path) -> No
         schedule(at(2, "widen_mlp", 192, mask=4), at(3, "insert_layers", 1)),
     )
     run.train()
-    told = events(tmp_path / "events.jsonl", OperationEvent)
-    assert [(one.name, one.step) for one in told] == [
+    operations = events(tmp_path / "events.jsonl", OperationEvent)
+    assert [(operation.name, operation.step) for operation in operations] == [
         ("widen_mlp", 2),
         ("fold_masks", 6),
         ("insert_layers", 6),
     ]
     assert run.state.in_force.architecture.mask is None
-    assert all(one.preserves == "exact" for one in told)
+    assert all(operation.preserves == "exact" for operation in operations)
 
 
 def test_an_operation_that_fails_leaves_the_run_as_it_was(make_grown: Make, tmp_path: Path) -> None:
@@ -324,7 +324,9 @@ def test_an_operation_that_fails_may_be_passed_over(make_grown: Make, tmp_path: 
     assert [bool(change.skipped) for change in run.state.history] == [True, False]
     (warning,) = events(tmp_path / "events.jsonl", Warn)
     assert "skipped, the run is unchanged" in warning.message
-    assert [one.name for one in events(tmp_path / "events.jsonl", OperationEvent)] == ["change_lr"]
+    assert [event.name for event in events(tmp_path / "events.jsonl", OperationEvent)] == [
+        "change_lr"
+    ]
 
 
 @pytest.mark.parametrize("kind", [IndexError, UserCodeFailed])
@@ -365,23 +367,25 @@ def test_an_evaluation_that_a_stop_cuts_short_is_made_at_the_resume(
         parts.sync.sync()
         return state
 
-    whole, cut, resumed = (make_grown(*keys, name=name) for name in ("whole", "cut", "resumed"))
-    with monkeypatch.context() as patched:
-        patched.setattr(scheduled, "evaluate_validation", stop)
+    full_run, cut, continuation = (
+        make_grown(*keys, name=name) for name in ("whole", "cut", "resumed")
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduled, "evaluate_validation", stop)
         cut.train()
     cut.save("now", wait=True)
-    restore(resumed, load_checkpoint(latest_checkpoint(cut.parts.saver.root)))
-    for run in (whole, resumed):
+    restore(continuation, load_checkpoint(latest_checkpoint(cut.parts.saver.root)))
+    for run in (full_run, continuation):
         run.train()
         assert [change.step for change in run.state.history] == [3, 3]
         assert run.state.reevaluates_at == -1
-    assert resumed.state.evaluated_metrics == whole.state.evaluated_metrics
+    assert continuation.state.evaluated_metrics == full_run.state.evaluated_metrics
 
 
 def test_a_checkpoint_follows_growth(make_grown: Make, tmp_path: Path) -> None:
     make_grown(schedule(at(4, "widen_mlp", 192)), "checkpoint.asynchronous=false").train()
-    saved = events(tmp_path / "events.jsonl", Saved)
-    assert [(one.step, one.reason) for one in saved] == [(4, "after growth")]
+    saves = events(tmp_path / "events.jsonl", Saved)
+    assert [(event.step, event.reason) for event in saves] == [(4, "after growth")]
 
 
 def test_what_only_rounding_moves_is_proved_without_rounding(
@@ -390,8 +394,8 @@ def test_what_only_rounding_moves_is_proved_without_rounding(
     """As in a deep model, where float32 rounds by more than is allowed."""
     monkeypatch.setitem(TOLERANCE, torch.float32, 0.0)
     make_grown(schedule(at(4, "widen_hidden", 48))).train()
-    (told,) = events(tmp_path / "events.jsonl", OperationEvent)
-    assert 0.0 < told.proof["max_logit_diff_relative"] < 1e-10
+    (operation,) = events(tmp_path / "events.jsonl", OperationEvent)
+    assert 0.0 < operation.proof["max_logit_diff_relative"] < 1e-10
 
 
 def test_a_model_that_is_not_what_it_was_meant_to_be_is_not_used(
@@ -411,22 +415,22 @@ def test_a_model_that_is_not_what_it_was_meant_to_be_is_not_used(
 
 def test_a_lossy_operation_says_what_it_did(make_grown: Make, tmp_path: Path) -> None:
     make_grown(schedule(at(4, "stack_layers", 2)), "optimizer.lr=1e-2").train()
-    (told,) = events(tmp_path / "events.jsonl", OperationEvent)
-    assert told.preserves == "lossy"
-    assert told.proof["max_logit_diff"] > 1e-3
+    (operation,) = events(tmp_path / "events.jsonl", OperationEvent)
+    assert operation.preserves == "lossy"
+    assert operation.proof["max_logit_diff"] > 1e-3
 
 
 @pytest.fixture
 def make_grown(trainer: Make) -> Make:
-    def made(*overrides: str, **options: Any) -> Trainer:
+    def make(*overrides: str, **options: Any) -> Trainer:
         common: Sequence[str] = ("train.until=[14it]", "checkpoint.every_minutes=null")
         return trainer(*common, *overrides, **options)
 
-    return made
+    return make
 
 
 def test_the_optimizer_remembers_what_the_forecast_says(
-    trainer: Make, prepared: Callable[..., Prepared]
+    trainer: Make, prepare_run: Callable[..., Prepared]
 ) -> None:
     freezes = schedule(
         at(0, "freeze", "*_embedding.*"),
@@ -434,13 +438,15 @@ def test_the_optimizer_remembers_what_the_forecast_says(
         at(3, "freeze", "blocks.0.*"),
         at(6, "unfreeze", "final_norm.*"),
     )
-    made = trainer(freezes)
-    made.train()
-    told = prepared(freezes).forecast.stages[-1].memory_bytes
-    remembered = optimizer_tensors(made.parts.stepper.optimizers, made.parts.stepper.parameters)
-    assert told["optimizer"] == sum(each.nbytes for each in remembered.values() if each.dim())
-    training = (each for each in made.parts.stepper.parameters.values() if each.requires_grad)
-    assert told["gradients"] == sum(each.nbytes for each in training)
+    run = trainer(freezes)
+    run.train()
+    forecast_bytes = prepare_run(freezes).forecast.stages[-1].memory_bytes
+    states = optimizer_tensors(run.parts.stepper.optimizers, run.parts.stepper.parameters)
+    assert forecast_bytes["optimizer"] == sum(
+        tensor.nbytes for tensor in states.values() if tensor.dim()
+    )
+    training = (tensor for tensor in run.parts.stepper.parameters.values() if tensor.requires_grad)
+    assert forecast_bytes["gradients"] == sum(tensor.nbytes for tensor in training)
 
 
 def test_a_schedule_for_earlier_orchestrators_runs_as_it_stands(
@@ -451,28 +457,30 @@ def test_a_schedule_for_earlier_orchestrators_runs_as_it_stands(
     run = make_grown(f"schedule={QUICK}", "eval.eval_interval=3")
     before = run.state.settings
     run.train()
-    told = events(tmp_path / "events.jsonl", OperationEvent)
+    operations = events(tmp_path / "events.jsonl", OperationEvent)
     names = ["change_lr", "change_batch_size", "change_grad_accum", "reset_lr_schedule"]
-    assert [(one.name, one.step) for one in told] == list(zip(names, (0, 3, 6, 9), strict=True))
+    assert [(operation.name, operation.step) for operation in operations] == list(
+        zip(names, (0, 3, 6, 9), strict=True)
+    )
     after = run.state.settings
     assert after.lr == pytest.approx(0.5 * before.lr)
     assert (after.batch_size, after.grad_accum) == (2 * before.batch_size, 2 * before.grad_accum)
     assert after.lr_start == 9
-    evaluated = [event.step for event in events(tmp_path / "events.jsonl", Eval)]
-    assert evaluated == [0, 3, 6, 6, 9, 12, 14]
+    eval_steps = [event.step for event in events(tmp_path / "events.jsonl", Eval)]
+    assert eval_steps == [0, 3, 6, 6, 9, 12, 14]
 
 
 def test_an_analysis_runs_beside_training(make_grown: Make, tmp_path: Path) -> None:
     make_grown("record.analyze_every=5", schedule(at(7, "widen_mlp", 192))).train()
-    told = events(tmp_path / "events.jsonl", AnalysisEvent)
-    assert [one.step for one in told] == [5, 10]
-    first, second = (one.findings for one in told)
+    analyses = events(tmp_path / "events.jsonl", AnalysisEvent)
+    assert [analysis.step for analysis in analyses] == [5, 10]
+    first, second = (analysis.findings for analysis in analyses)
     assert {"ranks", "heads", "changes"} <= first.keys()
     assert not first["changes"]
-    compared = {change["name"] for change in second["changes"]}
+    names = {change["name"] for change in second["changes"]}
     # the widened tensors have nothing to be compared with
-    assert "blocks.0.attn.query.weight" in compared
-    assert "blocks.0.mlp.up.weight" not in compared
+    assert "blocks.0.attn.query.weight" in names
+    assert "blocks.0.mlp.up.weight" not in names
 
 
 def test_a_model_that_would_be_too_large_is_not_made(make_grown: Make, tmp_path: Path) -> None:
@@ -498,13 +506,15 @@ def test_an_evaluation_interval_changed_at_a_step_does_not_reach_back_to_it(
     entries = schedule(at(6, "set_eval_interval", 3), at(7, "change_lr", 0.5))
     run = make_grown(entries, "eval.eval_interval=5", "checkpoint.every_steps=6")
     run.train()
-    evaluated = [event.step for event in events(tmp_path / "events.jsonl", Eval)]
-    assert evaluated == [5, 9, 12, 14]
-    again = make_grown(entries, "eval.eval_interval=5", name="again")
-    assert not restore(again, load_checkpoint(tmp_path / "events" / "checkpoints" / "step-6"))
-    again.train()
-    evaluated = [event.step for event in events(tmp_path / "again.jsonl", Eval)]
-    assert evaluated == [9, 12, 14]
+    eval_steps = [event.step for event in events(tmp_path / "events.jsonl", Eval)]
+    assert eval_steps == [5, 9, 12, 14]
+    continuation = make_grown(entries, "eval.eval_interval=5", name="again")
+    assert not restore(
+        continuation, load_checkpoint(tmp_path / "events" / "checkpoints" / "step-6")
+    )
+    continuation.train()
+    eval_steps = [event.step for event in events(tmp_path / "again.jsonl", Eval)]
+    assert eval_steps == [9, 12, 14]
 
 
 def test_the_best_model_is_saved_before_a_lossy_operation(make_grown: Make, tmp_path: Path) -> None:
@@ -516,13 +526,15 @@ def test_the_best_model_is_saved_before_a_lossy_operation(make_grown: Make, tmp_
         "optimizer.lr=1e-2",
     )
     run.train()
-    saved = events(tmp_path / "events.jsonl", Saved)
-    assert [(one.step, one.reason) for one in saved[:2]] == [
+    saves = events(tmp_path / "events.jsonl", Saved)
+    assert [(event.step, event.reason) for event in saves[:2]] == [
         (5, "best so far"),
         (5, "after growth"),
     ]
-    layers = [load_checkpoint(Path(one.path)).manifest.architecture["n_layer"] for one in saved[:2]]
-    losses = [load_checkpoint(Path(one.path)).manifest.loss for one in saved[:2]]
+    layers = [
+        load_checkpoint(Path(event.path)).manifest.architecture["n_layer"] for event in saves[:2]
+    ]
+    losses = [load_checkpoint(Path(event.path)).manifest.loss for event in saves[:2]]
     assert layers == [2, 4]
     assert losses[0] is not None
     assert losses[1] is None
@@ -540,29 +552,31 @@ def test_no_more_losses_are_remembered_than_the_schedule_asks_for(make_grown: Ma
 def test_a_slope_per_flop_is_decided_alike_after_a_resume(make_grown: Make, tmp_path: Path) -> None:
     """The losses since the last operation are those of the checkpoint and those after it."""
     slow = {"slope_below": {"window": 3, "slope": 1e12}}
-    given = (
+    settings = (
         schedule({"name": "insert_layers", "value": 1, "when": slow}),
         "eval.eval_interval=2",
         "checkpoint.every_steps=4",
         "checkpoint.keep_last=9",
     )
-    make_grown(*given).train()
-    (whole,) = events(tmp_path / "events.jsonl", OperationEvent)
-    assert whole.step == 6
-    assert "per 1e15 FLOPs over 3 evaluations" in whole.reason
-    again = make_grown(*given, name="again")
-    assert not restore(again, load_checkpoint(tmp_path / "events" / "checkpoints" / "step-4"))
-    again.train()
-    (resumed,) = events(tmp_path / "again.jsonl", OperationEvent)
-    assert (resumed.step, resumed.reason) == (whole.step, whole.reason)
+    make_grown(*settings).train()
+    (expected,) = events(tmp_path / "events.jsonl", OperationEvent)
+    assert expected.step == 6
+    assert "per 1e15 FLOPs over 3 evaluations" in expected.reason
+    continuation = make_grown(*settings, name="again")
+    assert not restore(
+        continuation, load_checkpoint(tmp_path / "events" / "checkpoints" / "step-4")
+    )
+    continuation.train()
+    (actual,) = events(tmp_path / "again.jsonl", OperationEvent)
+    assert (actual.step, actual.reason) == (expected.step, expected.reason)
 
 
 def test_without_an_evaluation_at_the_start_they_begin_with_the_first(
     make_grown: Make, tmp_path: Path
 ) -> None:
     make_grown(f"schedule={QUICK}", "eval.eval_interval=3", "eval.at_start=false").train()
-    told = events(tmp_path / "events.jsonl", OperationEvent)
-    assert [one.step for one in told] == [3, 6, 9, 12]
+    operations = events(tmp_path / "events.jsonl", OperationEvent)
+    assert [operation.step for operation in operations] == [3, 6, 9, 12]
 
 
 def test_without_trigger_loss_all_that_is_due_fires_at_one_evaluation(
@@ -570,7 +584,7 @@ def test_without_trigger_loss_all_that_is_due_fires_at_one_evaluation(
 ) -> None:
     below = {"name": "change_lr", "value": 0.9, "when": {"loss_below": 99.0}}
     make_grown(schedule(*[below] * 3), "eval.eval_interval=3").train()
-    assert [one.step for one in events(tmp_path / "events.jsonl", OperationEvent)] == [3, 3, 3]
+    assert [event.step for event in events(tmp_path / "events.jsonl", OperationEvent)] == [3, 3, 3]
 
 
 def test_adapters_that_cannot_learn_are_told_of_at_a_resume(
@@ -587,6 +601,6 @@ def test_adapters_that_cannot_learn_are_told_of_at_a_resume(
     # the alarm has noticed the part that no gradient reached
     (warning,) = events(tmp_path / "events.jsonl", Warn)
     assert "2 of blocks.0.mlp.up.lora_a, 2 of blocks.0.mlp.up.lora_b" in warning.message
-    saved = load_checkpoint(tmp_path / "events" / "checkpoints" / "step-12")
-    (told,) = restore(make_grown(adapt, name="again"), saved)
-    assert "2 ranks of adapters (blocks.0.mlp.up) are zero in both factors" in told
+    checkpoint = load_checkpoint(tmp_path / "events" / "checkpoints" / "step-12")
+    (restore_warning,) = restore(make_grown(adapt, name="again"), checkpoint)
+    assert "2 ranks of adapters (blocks.0.mlp.up) are zero in both factors" in restore_warning

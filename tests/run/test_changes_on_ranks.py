@@ -53,7 +53,7 @@ FIRED = [
 @pytest.fixture(scope="module")
 def cfg(config_in: Callable[..., Loaded], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("changes")
-    loaded = config_in(
+    loaded_config = config_in(
         folder,
         f"schedule={json.dumps(SCHEDULE)}",
         "train.until=[32it]",
@@ -63,23 +63,23 @@ def cfg(config_in: Callable[..., Loaded], tmp_path_factory: pytest.TempPathFacto
         "learning_rate.lr_decay_iters=32",
     )
     path = folder / "run.yaml"
-    path.write_text(loaded.to_yaml(origin=False), encoding="utf-8")
+    path.write_text(loaded_config.to_yaml(origin=False), encoding="utf-8")
     return path
 
 
 @pytest.fixture(scope="module")
-def whole(cfg: Path) -> Path:
+def one_rank_run(cfg: Path) -> Path:
     """The run on one rank."""
     run_dir = cfg.parent / "whole"
     run_ranks(1, cfg.parent, "train", cfg, "--set", f"record.run_dir={run_dir}")
     return run_dir
 
 
-def test_any_number_of_ranks_changes_alike(cfg: Path, whole: Path, tmp_path: Path) -> None:
+def test_any_number_of_ranks_changes_alike(cfg: Path, one_rank_run: Path, tmp_path: Path) -> None:
     curves = {}
-    several = tmp_path / "several"
-    run_ranks(3, tmp_path, "train", cfg, "--set", f"record.run_dir={several}")
-    for ranks, run_dir in ((1, whole), (3, several)):
+    three_ranks_run = tmp_path / "several"
+    run_ranks(3, tmp_path, "train", cfg, "--set", f"record.run_dir={three_ranks_run}")
+    for ranks, run_dir in ((1, one_rank_run), (3, three_ranks_run)):
         events = list(read_events(run_dir / "events.jsonl"))
         changes = [event for event in events if isinstance(event, OperationEvent)]
         assert [(change.name, change.step) for change in changes] == FIRED
@@ -99,20 +99,21 @@ def test_any_number_of_ranks_changes_alike(cfg: Path, whole: Path, tmp_path: Pat
 
 
 def test_a_run_goes_on_with_other_ranks_after_it_grew(
-    cfg: Path, whole: Path, tmp_path: Path
+    cfg: Path, one_rank_run: Path, tmp_path: Path
 ) -> None:
     """Saved at W = 2 in the middle of a mask, resumed at W = 1: the curve of an unbroken run."""
     parts = tmp_path / "parts"
     first = ("--until", "20it", "--set", f"record.run_dir={parts}")
     run_ranks(2, tmp_path, "train", cfg, *first)
     run_ranks(1, tmp_path, "resume", parts, "--until", "32it")
-    found, wanted = (
+    actual, expected = (
         [event.loss for event in read_events(run / "events.jsonl") if isinstance(event, Train)]
-        for run in (parts, whole)
+        for run in (parts, one_rank_run)
     )
-    assert found == pytest.approx(wanted, rel=1e-4)
+    assert actual == pytest.approx(expected, rel=1e-4)
     shapes = [
-        load_checkpoint(latest_checkpoint(run)).manifest.architecture for run in (parts, whole)
+        load_checkpoint(latest_checkpoint(run)).manifest.architecture
+        for run in (parts, one_rank_run)
     ]
     assert shapes[0] == shapes[1]
 
@@ -137,20 +138,22 @@ def test_a_live_run_and_its_checkpoint_grow_into_the_same(
         for name, value, options in GROWTH
     ]
     operations = [Change(name, value, options) for name, value, options in GROWTH]
-    saved = {}
+    checkpoints = {}
     for kind, schedule, steps in (("plain", [], 6), ("live", entries, 7)):
-        loaded = config(*common, f"schedule={json.dumps(schedule)}", f"train.until=[{steps}it]")
+        loaded_config = config(
+            *common, f"schedule={json.dumps(schedule)}", f"train.until=[{steps}it]"
+        )
         path = tmp_path / f"{kind}.yaml"
-        path.write_text(loaded.to_yaml(origin=False), encoding="utf-8")
+        path.write_text(loaded_config.to_yaml(origin=False), encoding="utf-8")
         run_ranks(2, tmp_path, "train", path, "--set", f"record.run_dir={tmp_path / kind}")
-        saved[kind] = load_checkpoint(tmp_path / kind / "checkpoints" / "step-6")
-    grow_checkpoint(saved["plain"], tmp_path / "offline", operations)
+        checkpoints[kind] = load_checkpoint(tmp_path / kind / "checkpoints" / "step-6")
+    grow_checkpoint(checkpoints["plain"], tmp_path / "offline", operations)
     offline = load_checkpoint(latest_checkpoint(tmp_path / "offline"))
-    assert offline.manifest.architecture == saved["live"].manifest.architecture
+    assert offline.manifest.architecture == checkpoints["live"].manifest.architecture
     for component in ("model", "optimizer", "ema"):
-        live, grown = saved["live"].tensors(component), offline.tensors(component)
-        assert live.keys() == grown.keys()
-        assert all(torch.equal(live[name], grown[name]) for name in live)
+        live, expected = checkpoints["live"].tensors(component), offline.tensors(component)
+        assert live.keys() == expected.keys()
+        assert all(torch.equal(live[name], expected[name]) for name in live)
     run_ranks(1, tmp_path, "resume", tmp_path / "offline", "--until", "8it")
 
 
@@ -168,35 +171,35 @@ def test_what_people_ask_two_ranks_for_is_as_if_the_schedule_had_said_it(
 ) -> None:
     step, keys = STRATEGIES[strategy]
     common = ["train.ema=0.9", "learning_rate.lr_decay_iters=10", "optimizer.name=adamw", *keys]
-    asked_for = [{"name": "insert_layers", "value": 1}, {"name": "freeze", "value": "blocks.0.*"}]
+    requests = [{"name": "insert_layers", "value": 1}, {"name": "freeze", "value": "blocks.0.*"}]
     ids = set()
     for kind in ("asked", "scheduled"):
-        rows = [{**row, "when": {"at_step": step}} for row in asked_for if kind == "scheduled"]
+        rows = [{**row, "when": {"at_step": step}} for row in requests if kind == "scheduled"]
         path, run = tmp_path / f"{kind}.yaml", tmp_path / kind
         path.write_text(config(*common, f"schedule={json.dumps(rows)}").to_yaml(origin=False))
         run_ranks(2, tmp_path, "train", path, "--set", f"record.run_dir={run}", "--until", "4it")
         if kind == "asked":
-            for row in (asked_for[0], {"name": "widen_mlp", "value": 3}, asked_for[1]):
+            for row in (requests[0], {"name": "widen_mlp", "value": 3}, requests[1]):
                 ids.add(send_post(run / "control", "apply", row).id)
                 time.sleep(0.02)  # they are taken in as they came, by a clock that ticks so often
         run_ranks(2, tmp_path, "resume", run, "--until", "10it")
         log = (run / "logs" / "rank_1.log").read_text(encoding="utf-8")
-        assert len(re.findall("=== SCALING OPERATION TRIGGERED", log)) == len(asked_for)
+        assert len(re.findall("=== SCALING OPERATION TRIGGERED", log)) == len(requests)
     assert "asked for widen_mlp 3: refused" in (
         tmp_path / "asked" / "logs" / "rank_1.log"
     ).read_text("utf-8")
-    asked, scheduled = (
+    by_request, by_schedule = (
         load_checkpoint(tmp_path / kind / "checkpoints" / "step-10")
         for kind in ("asked", "scheduled")
     )
-    changes = [change for change in asked.manifest.history if "id" in change]
-    done = [(change["operation"]["name"], change["step"]) for change in changes]
-    assert done == [(row["name"], step) for row in asked_for]
-    (refused,) = (
+    changes = [change for change in by_request.manifest.history if "id" in change]
+    operations = [(change["operation"]["name"], change["step"]) for change in changes]
+    assert operations == [(row["name"], step) for row in requests]
+    (refusal,) = (
         e for e in read_events(tmp_path / "asked" / "events.jsonl") if isinstance(e, Asked)
     )
-    assert ids == {refused.id, *(change["id"] for change in changes)}
+    assert ids == {refusal.id, *(change["id"] for change in changes)}
     for component in ("model", "optimizer", "ema"):
-        ours, theirs = asked.tensors(component), scheduled.tensors(component)
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+        actual, expected = by_request.tensors(component), by_schedule.tensors(component)
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(actual[name], expected[name]) for name in actual)

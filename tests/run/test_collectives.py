@@ -55,23 +55,23 @@ def place(tmp_path: Path, forks: Forks) -> tiny_run.Place:
 
 def trace_of(run_dir: Path, rank: int) -> list[dict[str, Any]]:
     path = run_dir / "profile" / f"rank_{rank}.json.gz"
-    found: list[dict[str, Any]] = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    return found
+    trace: list[dict[str, Any]] = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    return trace
 
 
-def sent_in(trace: list[dict[str, Any]]) -> list[Sent]:
+def messages_of(trace: list[dict[str, Any]]) -> list[Sent]:
     """In the order in which they began."""
-    found = []
+    messages = []
     for event in trace:
         if event.get("name", "").startswith("gloo:"):
             shape, kind = event["args"]["Input Dims"][0], event["args"]["Input type"][0]
             numel = math.prod(shape)
             name = event["name"].removeprefix("gloo:")
-            found.append(Sent(name, event["ts"], numel, numel * _SIZES[kind]))
-    return sorted(found, key=lambda sent: sent.begin)
+            messages.append(Sent(name, event["ts"], numel, numel * _SIZES[kind]))
+    return sorted(messages, key=lambda message: message.begin)
 
 
-def profiled(place: tiny_run.Place, *keys: str, name: str = "run") -> list[list[dict[str, Any]]]:
+def traces_of(place: tiny_run.Place, *keys: str, name: str = "run") -> list[list[dict[str, Any]]]:
     """The traces of both ranks."""
     run_dir = place.path / name
     sets = [word for text in (*KEYS, *keys) for word in ("--set", text)]
@@ -89,11 +89,18 @@ def test_ddp_sends_the_flags_and_the_gradients_once(
     place: tiny_run.Place, keys: tuple[str, ...], micro_batches: int
 ) -> None:
     keys = (*keys, f"train.gradient_accumulation_steps={2 * micro_batches}")
-    for trace in profiled(place, *keys):
+    for trace in traces_of(place, *keys):
         # rank 0 may send samples of several steps at once, whenever it has read them
-        sent = [each for each in sent_in(trace) if each.kind not in ("send", "recv")]
-        assert Counter(each.kind for each in sent) == {"all_gather": STEPS, "all_reduce": STEPS}
-        sizes = {kind: {each.size for each in sent if each.kind == kind} for kind in KINDS}
+        messages = [
+            message for message in messages_of(trace) if message.kind not in ("send", "recv")
+        ]
+        assert Counter(message.kind for message in messages) == {
+            "all_gather": STEPS,
+            "all_reduce": STEPS,
+        }
+        sizes = {
+            kind: {message.size for message in messages if message.kind == kind} for kind in KINDS
+        }
         assert sizes["all_gather"] == {8 * FLAGS}
         assert len(sizes["all_reduce"]) == 1
 
@@ -101,8 +108,8 @@ def test_ddp_sends_the_flags_and_the_gradients_once(
 def test_gradients_travel_in_half_as_many_bytes(place: tiny_run.Place) -> None:
     sizes = []
     for exchange in ("float32", "bfloat16"):
-        traces = profiled(place, f"parallel.ddp.exchange={exchange}", name=exchange)
-        of_ranks = [{s.size for s in sent_in(t) if s.kind == "all_reduce"} for t in traces]
+        traces = traces_of(place, f"parallel.ddp.exchange={exchange}", name=exchange)
+        of_ranks = [{s.size for s in messages_of(t) if s.kind == "all_reduce"} for t in traces]
         assert of_ranks[0] == of_ranks[1]
         sizes.append(*of_ranks[0])
     assert sizes[0] == 2 * sizes[1]
@@ -119,27 +126,27 @@ def test_flags_travel_while_the_model_computes(place: tiny_run.Place) -> None:
     """They are sent before the first forward pass of a step, and nobody waits for them before its last
     backward pass, so that only the exchange of the gradients takes time of its own."""
     keys = ("train.gradient_accumulation_steps=6",)
-    for trace in profiled(place, *keys):
-        sent, added = (
+    for trace in traces_of(place, *keys):
+        gathers, reductions = (
             sorted(e["ts"] for e in trace if e.get("name") == name)
             for name in ("c10d::allgather_", "c10d::allreduce_")
         )
-        assert len(sent) == len(added) == STEPS
-        waited = sorted(e["ts"] for e in trace if e.get("name") == WAIT)
+        assert len(gathers) == len(reductions) == STEPS
+        waits = sorted(e["ts"] for e in trace if e.get("name") == WAIT)
         forward = [e["ts"] for e in trace if e.get("name") == "aten::embedding"]
         backward = [e["ts"] for e in trace if "EmbeddingBackward" in e.get("name", "")]
-        assert len(waited) == STEPS
-        for flags, gradients, wait in zip(sent, added, waited, strict=True):
+        assert len(waits) == STEPS
+        for flags, gradients, wait in zip(gathers, reductions, waits, strict=True):
             passes = [at for at in forward if flags < at < gradients]
             assert len(passes) == 3
             assert max(passes) < wait < gradients
             # the backward pass of all micro-batches but the last
-            done = {at for at in backward if flags < at < wait}
-            assert done
+            backward_passes = {at for at in backward if flags < at < wait}
+            assert backward_passes
 
 
 @parametrize_first(
-    ("keys", "wanted"),
+    ("keys", "expected"),
     [
         # weights of the root and of two blocks, the blocks' again backward; norms; gradients of three
         (("parallel.strategy=fsdp",), {"all_gather": 7, "all_to_all": 3}),
@@ -154,33 +161,33 @@ def test_flags_travel_while_the_model_computes(place: tiny_run.Place) -> None:
     ids=["fsdp", "kept whole", "elastic"],
 )
 def test_other_strategies_send_as_often_as_their_pages_say(
-    place: tiny_run.Place, keys: tuple[str, ...], wanted: dict[str, int]
+    place: tiny_run.Place, keys: tuple[str, ...], expected: dict[str, int]
 ) -> None:
-    for trace in profiled(place, *keys):
-        found = Counter(each.kind for each in sent_in(trace))
-        assert found == {kind: STEPS * number for kind, number in wanted.items()}
+    for trace in traces_of(place, *keys):
+        counts = Counter(message.kind for message in messages_of(trace))
+        assert counts == {kind: STEPS * number for kind, number in expected.items()}
 
 
 def test_local_steps_send_nothing_before_their_round_ends(place: tiny_run.Place) -> None:
     """Steps 7 to 9 of rounds of 3: flags, counts, and the mean of weights and states in two messages."""
     keys = ("parallel.strategy=diloco", "parallel.diloco.sync_every=3")
-    for trace in profiled(place, *keys):
-        found = Counter(each.kind for each in sent_in(trace))
-        assert found == {"all_gather": 3, "all_to_all": 1}
+    for trace in traces_of(place, *keys):
+        counts = Counter(message.kind for message in messages_of(trace))
+        assert counts == {"all_gather": 3, "all_to_all": 1}
 
 
 def test_rounded_gradients_that_are_not_finite_are_skipped_by_all_and_a_resumed_run_is_the_same(
     place: tiny_run.Place,
 ) -> None:
     keys = ("parallel.ddp.exchange=bfloat16",)
-    whole, parts = place.path / "whole", place.path / "parts"
+    full_run, parts = place.path / "whole", place.path / "parts"
     body = "failures:last_rank_has_nan_once"
-    children = place.train(whole, *keys, ranks=2, body=body)
+    children = place.train(full_run, *keys, ranks=2, body=body)
     assert codes(children) == [0, 0], output_of(children)
-    assert [event["step"] for event in tiny_run.events(whole, "skip")] == [8]
+    assert [event["step"] for event in tiny_run.events(full_run, "skip")] == [8]
     children = place.train(parts, *keys, "train.until=[12it]", ranks=2, body=body)
     assert codes(children) == [0, 0], output_of(children)
     until = ("--set", f"train.until=[{tiny_run.STEPS}it]")
     children = place.resume(parts, *until, ranks=2)
     assert codes(children) == [0, 0], output_of(children)
-    assert tiny_run.weights(parts) == tiny_run.weights(whole)
+    assert tiny_run.weights(parts) == tiny_run.weights(full_run)

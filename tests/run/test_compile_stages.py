@@ -44,21 +44,21 @@ def at(step: int, name: str, value: Any, **more: Any) -> dict[str, Any]:
     return {"name": name, "value": value, "when": {"at_step": step}, **more}
 
 
-def looked_up() -> tuple[int, int]:
+def cache_counts() -> tuple[int, int]:
     """Graphs that were found in the cache, and graphs that were not, since this was last asked."""
     from torch._dynamo.utils import counters
 
     kinds = (("aot_autograd", "autograd_cache"), ("inductor", "fxgraph_cache"))
-    found = [sum(counters[of][f"{name}_{what}"] for of, name in kinds) for what in ("hit", "miss")]
+    counts = [sum(counters[of][f"{name}_{what}"] for of, name in kinds) for what in ("hit", "miss")]
     counters.clear()
-    return found[0], found[1]
+    return counts[0], counts[1]
 
 
 @pytest.mark.torture
 def test_a_growth_after_it_finds_its_graphs(
     trainer: Make, losses: Callable[[str], list[float]]
 ) -> None:
-    few = (
+    settings = (
         schedule(at(2, "widen_mlp", 192)),
         "model.n_layer=1",
         "train.until=[4it]",
@@ -66,35 +66,35 @@ def test_a_growth_after_it_finds_its_graphs(
         "checkpoint.every_minutes=null",
         "model.dropout=0.1",
     )
-    compiled = trainer(*few, "compile=true", "compile_stages=true", name="compiled")
-    looked_up()
+    compiled = trainer(*settings, "compile=true", "compile_stages=true", name="compiled")
+    cache_counts()
     assert compile_stages(compiled.state, compiled.parts) == 2
-    assert looked_up()[1] > 0
+    assert cache_counts()[1] > 0
     compiled.train()
-    hits, misses = looked_up()
+    hits, misses = cache_counts()
     assert (hits >= 2, misses) == (True, 0)
     # dropout draws what it would have drawn: the random generators are as they were
-    trainer(*few, "compile=true", "train.until=[2it]", name="without").train()
+    trainer(*settings, "compile=true", "train.until=[2it]", name="without").train()
     assert losses("compiled")[:2] == losses("without")
 
 
 def test_nothing_is_compiled_unless_it_is_asked_for(trainer: Make) -> None:
     for name, keys in (("eager", ["compile_stages=true"]), ("without", ["compile=true"])):
-        made = trainer("checkpoint.every_minutes=null", *keys, name=name)
-        assert compile_stages(made.state, made.parts) == 0
+        run = trainer("checkpoint.every_minutes=null", *keys, name=name)
+        assert compile_stages(run.state, run.parts) == 0
 
 
 def test_stages_are_those_that_the_schedule_will_make(trainer: Make) -> None:
-    made = trainer(
+    run = trainer(
         schedule(
             at(1, "change_lr", 0.5),
             at(2, "widen_mlp", 4096, max_params=40_000, on_failure="skip"),
             at(3, "insert_layers", 1, mask=2),
         )
     )
-    stages = list(stages_ahead(made.state, made.parts))
+    stages = list(stages_ahead(run.state, run.parts))
     sizes = [stage.architecture.sizes() for stage in stages]
-    assert [(each["layers"], each["mlp"]) for each in sizes] == [
+    assert [(size["layers"], size["mlp"]) for size in sizes] == [
         (2, 128),
         (2, 128),
         (3, 128),
@@ -106,7 +106,7 @@ def test_stages_are_those_that_the_schedule_will_make(trainer: Make) -> None:
         True,
         False,
     ]
-    assert stages[1].settings.lr == made.state.settings.lr / 2
+    assert stages[1].settings.lr == run.state.settings.lr / 2
 
 
 def test_a_config_with_the_key_of_earlier_versions_loads(tmp_path: Path) -> None:
@@ -114,5 +114,5 @@ def test_a_config_with_the_key_of_earlier_versions_loads(tmp_path: Path) -> None
     file.write_text("compile: true\ncompile_ahead: auto\n")
     config = load_config(str(file)).config
     assert config.compile
-    saved = {"compile": True, "compile_ahead": "auto"}
-    assert from_values(type(config), saved).compile
+    values = {"compile": True, "compile_ahead": "auto"}
+    assert from_values(type(config), values).compile

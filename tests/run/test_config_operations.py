@@ -69,23 +69,23 @@ def test_a_value_is_in_force_from_its_step_on_as_if_a_resume_had_set_it(
     trainer: Make, name: str, value: Any, keys: tuple[str, ...], changes: dict[str, Any]
 ) -> None:
     entry = {"name": name, "value": value, "when": {"at_step": 4}}
-    scheduled = trainer(*LONG, *keys, f"schedule={json.dumps([entry])}", name="scheduled")
-    scheduled.train()
+    by_schedule = trainer(*LONG, *keys, f"schedule={json.dumps([entry])}", name="scheduled")
+    by_schedule.train()
     plain = trainer(*LONG, *keys, name="plain")
     plain.train()
     plain.parts.saver.finish()
     sets = [f"{key}={json.dumps(number)}" for key, number in changes.items()]
-    resumed = trainer(*LONG, *keys, *sets, name="resumed")
+    by_resume = trainer(*LONG, *keys, *sets, name="resumed")
     checkpoint = load_checkpoint(plain.parts.saver.root / "checkpoints" / "step-4")
-    resumed.state, _ = restoring.restore(
-        resumed.state, resumed.parts, checkpoint, override=override(changes, {})
+    by_resume.state, _ = restoring.restore(
+        by_resume.state, by_resume.parts, checkpoint, override=override(changes, {})
     )
-    resumed.train()
-    ours, theirs, without = tensors(scheduled), tensors(resumed), tensors(plain)
-    assert ours.keys() == theirs.keys()
-    assert [key for key in ours if not torch.equal(ours[key], theirs[key])] == []
-    assert any(not torch.equal(ours[key], without[key]) for key in ours if key in without)
-    (change,) = scheduled.state.history
+    by_resume.train()
+    actual, expected, without = tensors(by_schedule), tensors(by_resume), tensors(plain)
+    assert actual.keys() == expected.keys()
+    assert [key for key in actual if not torch.equal(actual[key], expected[key])] == []
+    assert any(not torch.equal(actual[key], without[key]) for key in actual if key in without)
+    (change,) = by_schedule.state.history
     assert (change.operation.name, change.step, change.skipped) == (name, 4, "")
 
 
@@ -144,7 +144,7 @@ def test_what_has_changed_is_recorded(trainer: Make, tmp_path: Path) -> None:
     ],
 )
 def test_what_a_run_cannot_do_is_refused_before_it_starts(
-    prepared: Callable[..., Prepared],
+    prepare_run: Callable[..., Prepared],
     name: str,
     value: Any,
     keys: tuple[str, ...],
@@ -154,7 +154,7 @@ def test_what_a_run_cannot_do_is_refused_before_it_starts(
 
     def check() -> None:
         load_checked(None, ["train.until=9it", *keys, f"schedule={entry}"])
-        prepared(*keys, f"schedule={entry}")
+        prepare_run(*keys, f"schedule={entry}")
 
     with pytest.raises(ConfigError, match=message):
         check()
@@ -196,7 +196,7 @@ def test_any_number_of_ranks_and_any_strategy_have_the_same_values(
     config_in: Callable[..., Loaded], tmp_path: Path, reproducible: str
 ) -> None:
     """Resumed in the middle, and with sharded parameters."""
-    loaded = config_in(
+    loaded_config = config_in(
         tmp_path,
         f"schedule={json.dumps(SCHEDULE)}",
         "train.until=[11it]",
@@ -207,7 +207,7 @@ def test_any_number_of_ranks_and_any_strategy_have_the_same_values(
         f"reproducible={reproducible}",
     )
     path = tmp_path / "run.yaml"
-    path.write_text(loaded.to_yaml(origin=False), encoding="utf-8")
+    path.write_text(loaded_config.to_yaml(origin=False), encoding="utf-8")
     curves = {}
     for name, ranks, keys in (
         ("one", 1, ()),
@@ -234,7 +234,7 @@ def test_any_number_of_ranks_and_any_strategy_have_the_same_values(
 
 
 def test_a_forecast_says_which_keys_change_and_what_changes_nothing(
-    prepared: Callable[..., Prepared],
+    prepare_run: Callable[..., Prepared],
 ) -> None:
     schedule = [
         {"name": "set_clip", "value": 0.5, "when": {"at_step": 1}},
@@ -243,19 +243,19 @@ def test_a_forecast_says_which_keys_change_and_what_changes_nothing(
         {"name": "reset_lr_schedule", "when": {"at_step": 4}},
         {"name": "set_betas", "value": [0.9, 0.99], "when": {"at_step": 5}},
     ]
-    ready = prepared(f"schedule={json.dumps(schedule)}")
+    ready = prepare_run(f"schedule={json.dumps(schedule)}")
     idle = [stage.is_idle for stage in ready.forecast.stages]
     assert idle == [False, False, True, True, False, False]
     text = render(ready.forecast)
     assert "train.clip 1.0 → 0.5" in text
     assert "optimizer.beta2 0.95 → 0.99" in text
     assert text.count("changes     nothing") == 2
-    said = [warning for warning in ready.warnings if "changes nothing" in warning]
-    assert said == [
+    messages = [warning for warning in ready.warnings if "changes nothing" in warning]
+    assert messages == [
         "schedule[1] set_clip 0.5 changes nothing: it is so already",
         "schedule[2] set_lr 0.001 changes nothing: it is so already",
     ]
     before, after = ready.forecast.stages[:2]
-    shown = render_change(before, after, "token", 1)
-    assert "train.clip 1.0 → 0.5" in shown
-    assert "nothing changes" not in shown
+    change_text = render_change(before, after, "token", 1)
+    assert "train.clip 1.0 → 0.5" in change_text
+    assert "nothing changes" not in change_text

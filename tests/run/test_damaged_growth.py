@@ -36,21 +36,21 @@ def growth_of(run: Trainer, operation: Operation) -> RunGrowth:
     return grow_run(run.state, run.parts, operation, after, plan)
 
 
-def prepared(run: Trainer, operation: Operation) -> ProvedGrowth[Candidate]:
+def prepare_growth(run: Trainer, operation: Operation) -> ProvedGrowth[Candidate]:
     growth = growth_of(run, operation)
     return prepare_candidate(growth, growth.step.plan, growth.peers)
 
 
-def trainee(prepared: ProvedGrowth[Candidate]) -> tuple[Callable[[], None], Stepper]:
+def trainee(growth: ProvedGrowth[Candidate]) -> tuple[Callable[[], None], Stepper]:
     """What checks the stepper of a candidate again, and that stepper."""
-    (part,) = prepared.parts
+    (part,) = growth.parts
     check = cast("partial[None]", part.verify)
     peers = cast(RunGrowth, check.func.__self__).peers  # type: ignore[attr-defined]
     return lambda: part.verify(peers), check.args[1]
 
 
 def of_stepper(stepper: Stepper) -> dict[str, Tensor]:
-    averages = {f"{name} (average)": each for name, each in (stepper.ema or {}).items()}
+    averages = {f"{name} (average)": tensor for name, tensor in (stepper.ema or {}).items()}
     return {**stepper.parameters, **stepper.states(), **averages}
 
 
@@ -71,18 +71,18 @@ def test_every_tensor_that_will_train_is_compared_with_the_plan(
     run = trainer("train.ema=0.9", "optimizer.name=adamw", "model.n_layer=1")
     for _ in range(2):
         run.step()
-    check, stepper = trainee(prepared(run, operation))
+    check, stepper = trainee(prepare_growth(run, operation))
     # what does not change is the same tensor in both
-    old = {each.data_ptr() for each in of_stepper(run.parts.stepper).values()}
-    new = {n: each for n, each in of_stepper(stepper).items() if each.data_ptr() not in old}
-    passed = []
+    old = {tensor.data_ptr() for tensor in of_stepper(run.parts.stepper).values()}
+    new = {n: tensor for n, tensor in of_stepper(stepper).items() if tensor.data_ptr() not in old}
+    misses = []
     for damage in damage_in_turn(new, ways=4 if operation is WIDEN else 1):
         try:
             check()
         except GrowthError:
             continue
-        passed.append(damage)
-    assert passed == []
+        misses.append(damage)
+    assert misses == []
     assert len(new) > len(stepper.parameters)
     check()  # mended
 
@@ -104,14 +104,14 @@ def test_every_tensor_that_float64_stood_for_is_compared_with_it(
         proof = prepare_candidate(growth, growth.step.plan, growth.peers, allow_inexact=True).proof
         return proof is not None and proof.holds
 
-    passed = []
+    misses = []
     for damage in damage_in_turn(candidate.model.parameters, ways=2):
         try:
             if prove():
-                passed.append(damage)
+                misses.append(damage)
         except GrowthError:
             continue
-    assert passed == []
+    assert misses == []
     assert prove()
 
 
@@ -122,7 +122,7 @@ def test_a_damaged_candidate_leaves_the_run_as_it_was(
 ) -> None:
     build = RunGrowth.build
 
-    def damaged(growth: RunGrowth) -> Candidate:
+    def build_damaged(growth: RunGrowth) -> Candidate:
         candidate = build(growth)
         data = candidate.model.parameters["blocks.1.mlp.up.weight"].data
         data.copy_(DAMAGES[kind](data))
@@ -130,7 +130,7 @@ def test_a_damaged_candidate_leaves_the_run_as_it_was(
 
     if float64_decides:
         monkeypatch.setitem(TOLERANCE, torch.float32, 0.0)
-    monkeypatch.setattr(RunGrowth, "build", damaged)
+    monkeypatch.setattr(RunGrowth, "build", build_damaged)
     run = trainer()
     run.step()
     before = {name: p.detach().clone() for name, p in run.parts.stepper.parameters.items()}
@@ -147,7 +147,7 @@ def test_buffers_are_compared_with_the_plan_too(tmp_path: Path) -> None:
     with science.trainer(tmp_path / "run", "model.kind=batch norm") as run:
         for _ in range(2):
             run.step()
-        check, stepper = trainee(prepared(run, operation))
+        check, stepper = trainee(prepare_growth(run, operation))
         buffers = dict(stepper.unwrapped_model.named_buffers())
         assert len(buffers) > 2
         for _ in damage_in_turn(buffers):
@@ -164,15 +164,17 @@ def test_ranks_go_the_same_way_if_one_alone_misses_the_tolerance(
     # a new model to compare with, its outputs, whether they are finite, whether float64 is refused, and the outputs in it
     answers = iter([[True, True], [True, False], [True, True], [True, True], [True, True]])
     monkeypatch.setattr(live_growth, "gather", lambda *_: next(answers))
-    doubled = []
+    float64_calls = []
     strategy = type(run.parts.stepper.strategy)
     real = strategy.in_double
-    monkeypatch.setattr(strategy, "in_double", lambda *each: doubled.append(1) or real(*each))
-    proof = prepared(run, WIDEN).proof
+    monkeypatch.setattr(
+        strategy, "in_double", lambda *arguments: float64_calls.append(1) or real(*arguments)
+    )
+    proof = prepare_growth(run, WIDEN).proof
     assert proof is not None
     assert proof.holds
-    assert len(doubled) == 1
+    assert len(float64_calls) == 1
     for last in ([[True, True], [True, False]], [[True, False], [True, False]]):
         answers = iter([[True, True], [True, False], [True, True], *last])
         with pytest.raises(live_growth.LabelBroken):
-            prepared(run, WIDEN)
+            prepare_growth(run, WIDEN)

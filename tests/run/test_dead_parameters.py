@@ -23,7 +23,7 @@ SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
 STYLES = pytest.mark.parametrize("base", [GPT2, LLAMA], ids=["gpt2", "llama"])
 
 
-def watched(model: GPT, plan: GrowthPlan) -> GradientWatch:
+def watch_gradients(model: GPT, plan: GrowthPlan) -> GradientWatch:
     """After as many steps as the watch wants to see."""
     watch = GradientWatch(plan, "growth", model.arch.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
@@ -52,26 +52,26 @@ def test_every_part_of_what_operations_make_is_reached(
     base: Architecture, name: str, value: object
 ) -> None:
     model, plan = grow_model(random_gpt(base), operation(name, value))
-    watch = watched(model, plan)
+    watch = watch_gradients(model, plan)
     assert (len(watch.norms), watch.dead, watch.parameters_without_gradient) == (3, False, {})
 
 
 @STYLES
 def test_a_new_block_with_adapters_takes_three_steps(base: Architecture) -> None:
     """The block's writers are zero, and behind them the adapters' B, and behind these A."""
-    adapted = random_gpt(replace(base, lora=(Lora("attn", 2, 4.0),)))
-    model, plan = grow_model(adapted, operation("insert_layers", 1, **{"from": "normal"}))
+    lora_model = random_gpt(replace(base, lora=(Lora("attn", 2, 4.0),)))
+    model, plan = grow_model(lora_model, operation("insert_layers", 1, **{"from": "normal"}))
     watch = GradientWatch(plan, "growth", model.arch.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
-    left = []
+    names_at_step = []
     for _ in range(3):
         model(*batch(model.arch)).backward()
         watch.update({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
         optimizer.step()
         optimizer.zero_grad()
-        left.append(set(watch.parameters_without_gradient))
-    assert any(name.endswith("query.lora_a") for name in left[1])
-    assert not left[2]
+        names_at_step.append(set(watch.parameters_without_gradient))
+    assert any(name.endswith("query.lora_a") for name in names_at_step[1])
+    assert not names_at_step[2]
     assert watch.is_over
     assert not watch.dead
 
@@ -83,7 +83,7 @@ def test_a_part_that_no_gradient_reaches_is_noticed(base: Architecture) -> None:
     )
     with torch.no_grad():
         model.get_parameter("blocks.0.mlp.up.lora_a")[1:].zero_()
-    watch = watched(model, plan)
+    watch = watch_gradients(model, plan)
     assert len(watch.norms) == MAX_WATCHED_STEPS
     assert not watch.dead
     dead = {f"blocks.0.mlp.up.lora_{side}": 3 for side in "ab"}
@@ -95,7 +95,7 @@ def test_new_units_that_are_zero_on_both_sides_are_noticed() -> None:
     with torch.no_grad():
         for name in ("gate", "up"):
             model.get_parameter(f"blocks.0.mlp.{name}.weight")[15:].zero_()
-    dead = watched(model, plan).parameters_without_gradient
+    dead = watch_gradients(model, plan).parameters_without_gradient
     assert dead == {f"blocks.0.mlp.{name}.weight": 5 for name in ("gate", "up", "down")}
 
 
@@ -103,13 +103,13 @@ def test_new_units_that_are_zero_on_both_sides_are_noticed() -> None:
 def test_a_router_whose_gradient_is_rounding_alone_is_noticed(per_token: int) -> None:
     """A Mixtral gives a token's only expert the weight 1; what is left of its gradient is 1e-11, not 0."""
     dense = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=1, **SMALL))
-    grown = prepare(dense, "upcycle", 4, num_experts_per_tok=2)
-    model, plan = grown.model.train(), grown.plan
+    growth = prepare(dense, "upcycle", 4, num_experts_per_tok=2)
+    model, plan = growth.model.train(), growth.plan
     for module in model.modules():
         if hasattr(module, "top_k"):
             module.top_k = per_token
-    name_of = grown.shape.name  # type: ignore[attr-defined]
-    watch = GradientWatch(plan, "upcycle", grown.shape.parameters())
+    name_of = growth.shape.name  # type: ignore[attr-defined]
+    watch = GradientWatch(plan, "upcycle", growth.shape.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     ids = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
     while not watch.is_over:

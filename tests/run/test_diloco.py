@@ -54,7 +54,7 @@ def place(tmp_path: Path) -> tiny_run.Place:
     return tiny_run.Place(tmp_path, science.forks())
 
 
-def trained(place: tiny_run.Place, name: str, *keys: str, ranks: int, body: str = INSTAR) -> Path:
+def train_run(place: tiny_run.Place, name: str, *keys: str, ranks: int, body: str = INSTAR) -> Path:
     run_dir = place.path / name
     children = place.train(run_dir, *keys, ranks=ranks, body=body)
     assert tiny_run.codes(children) == [0] * ranks, tiny_run.output_of(children)
@@ -79,12 +79,12 @@ def test_rounds_of_one_step_whose_weights_are_averaged_are_ddp(
     place: tiny_run.Place, ranks: int
 ) -> None:
     """With SGD, whose update is linear in the gradient; of 39 samples, ranks have 19 and 20."""
-    ddp = trained(place, "ddp", *SGD, ranks=ranks)
-    apart = trained(place, "apart", *SGD, *AVERAGED, ranks=ranks)
-    wanted, found = tensors(ddp), tensors(apart)
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+    ddp = train_run(place, "ddp", *SGD, ranks=ranks)
+    diloco_run = train_run(place, "apart", *SGD, *AVERAGED, ranks=ranks)
+    expected, actual = tensors(ddp), tensors(diloco_run)
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(actual[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_between_rounds_ranks_do_not_communicate_and_differ(
@@ -95,8 +95,8 @@ def test_between_rounds_ranks_do_not_communicate_and_differ(
     start = {name: p.detach().clone() for name, p in run.parts.stepper.parameters.items()}
     for _ in range(ROUND - 1):
         run.step()
-    moved = run.parts.stepper.parameters
-    assert any(not torch.equal(moved[name], before) for name, before in start.items())
+    parameters = run.parts.stepper.parameters
+    assert any(not torch.equal(parameters[name], before) for name, before in start.items())
     step = run.parts.stepper.strategy.rounds
     assert isinstance(step, DiLoCo)
     assert step.momentum == {}
@@ -105,26 +105,26 @@ def test_between_rounds_ranks_do_not_communicate_and_differ(
     for name, before in start.items():
         # of SGD with Nesterov momentum, whose first step is (1 + μ) · lr · gradient
         gradient = step.momentum[name]
-        wanted = before - 0.5 * (gradient + 0.9 * gradient)
-        torch.testing.assert_close(moved[name].detach(), wanted, rtol=1e-5, atol=1e-6)
+        expected = before - 0.5 * (gradient + 0.9 * gradient)
+        torch.testing.assert_close(parameters[name].detach(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_the_outer_optimizer_is_torchs_sgd(trainer: Callable[..., Trainer]) -> None:
     strategy = trainer(*DILOCO).parts.stepper.strategy
     assert isinstance(strategy, DiLoCo)
     name, parameter = next(iter(strategy.parameters.items()))
-    theirs = torch.nn.Parameter(parameter.detach().clone())
-    outer = torch.optim.SGD([theirs], lr=0.7, momentum=0.9, nesterov=True)
+    reference = torch.nn.Parameter(parameter.detach().clone())
+    outer = torch.optim.SGD([reference], lr=0.7, momentum=0.9, nesterov=True)
     with torch.no_grad():
         for number in range(3):
             strategy._start = {name: parameter.detach().clone()}
             parameter.add_(
                 torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
             )
-            theirs.grad = strategy._start[name] - parameter
+            reference.grad = strategy._start[name] - parameter
             assert strategy.end({}, 0, 0).finite
             outer.step()
-            torch.testing.assert_close(parameter, theirs)
+            torch.testing.assert_close(parameter, reference)
 
 
 @pytest.mark.parametrize(("ranks", "bits"), [(1, "float32"), (3, "float32"), (4, "bfloat16")])
@@ -145,13 +145,13 @@ def test_a_run_that_was_killed_and_one_that_was_stopped_end_as_the_undisturbed_o
     keys = (*DILOCO, f"optimizer.name={optimizer}", f"parallel.diloco.exchange={exchange}")
     keys = (*keys, "checkpoint.every_steps=4", "train.until=[23it]")
     keys = (*keys, "checkpoint.asynchronous=false")
-    whole = trained(place, "whole", *keys, ranks=2)
-    assert steps_of(whole, "checkpoint") == [5, 10, 15, 20, 23]
-    wanted = tiny_run.weights(whole, 23)
-    assert any("outer_momentum" in name for name in tensors(whole, 23))
+    full_run = train_run(place, "whole", *keys, ranks=2)
+    assert steps_of(full_run, "checkpoint") == [5, 10, 15, 20, 23]
+    expected = tiny_run.weights(full_run, 23)
+    assert any("outer_momentum" in name for name in tensors(full_run, 23))
     run_dir = place.path / "parts"
-    killed = "failures:killed_at_step_18"
-    children = place.train(run_dir, *keys, "parallel.timeout_s=10", ranks=2, body=killed)
+    kill_body = "failures:killed_at_step_18"
+    children = place.train(run_dir, *keys, "parallel.timeout_s=10", ranks=2, body=kill_body)
     assert -signal.SIGKILL in tiny_run.codes(children)
     assert tiny_run.acknowledged_step(run_dir) == 15
     children = place.resume(run_dir, ranks=2, body="apart:stopped_at_step_17")
@@ -159,11 +159,11 @@ def test_a_run_that_was_killed_and_one_that_was_stopped_end_as_the_undisturbed_o
     assert tiny_run.acknowledged_step(run_dir) == 20
     children = place.resume(run_dir, ranks=2)
     assert tiny_run.codes(children) == [0, 0], tiny_run.output_of(children)
-    assert tiny_run.weights(run_dir, 23) == wanted
-    whole_losses, losses = (
-        {e["step"]: e["loss"] for e in tiny_run.events(run, "train")} for run in (whole, run_dir)
+    assert tiny_run.weights(run_dir, 23) == expected
+    expected_losses, losses = (
+        {e["step"]: e["loss"] for e in tiny_run.events(run, "train")} for run in (full_run, run_dir)
     )
-    assert losses == whole_losses
+    assert losses == expected_losses
 
 
 @pytest.mark.torture
@@ -172,8 +172,8 @@ def test_every_sample_is_taken_once_and_in_order_on_any_ranks_and_with_any_strat
 ) -> None:
     """Two epochs and a bit, from one rank to three and to two with DDP."""
     keys = (*KEYS, "learning_rate.lr_decay_iters=45", "train.until=[45it]", "record.log_interval=9")
-    whole = place.train(place.path / "whole", *keys, body="taken:report_samples")
-    assert tiny_run.codes(whole) == [0]
+    single_rank = place.train(place.path / "whole", *keys, body="taken:report_samples")
+    assert tiny_run.codes(single_rank) == [0]
     run_dir = place.path / "parts"
     ranks = place.train(run_dir, *keys, *DILOCO, "train.until=[13it]", body="taken:report_samples")
     assert tiny_run.codes(ranks) == [0], tiny_run.output_of(ranks)
@@ -187,15 +187,17 @@ def test_every_sample_is_taken_once_and_in_order_on_any_ranks_and_with_any_strat
         )
         assert set(tiny_run.codes(children)) == {0}, tiny_run.output_of(children)
         ranks += children
-    wanted, found = (Counter(map(tuple, taken(each))) for each in (whole, ranks))
-    assert len(wanted) > 700
-    assert found == wanted
+    expected, actual = (
+        Counter(map(tuple, samples_of(processes))) for processes in (single_rank, ranks)
+    )
+    assert len(expected) > 700
+    assert actual == expected
     outer = [name for name in tensors(run_dir, 38) if "outer_momentum" in name]
     assert outer == []
     assert any("outer_momentum" in name for name in tensors(run_dir, 45))
 
 
-def taken(ranks: list[Any]) -> list[tuple[int, int]]:
+def samples_of(ranks: list[Any]) -> list[tuple[int, int]]:
     """Epoch and number of every sample that the ranks trained on."""
     lines = [
         json.loads(line)
@@ -213,7 +215,7 @@ def test_what_is_due_in_a_round_comes_at_its_end(place: tiny_run.Place) -> None:
         {"name": "change_lr", "value": 0.5, "when": {"at_step": 4}},
         {"name": "freeze", "value": "blocks.0.mlp.*", "when": {"at_step": 10}},
     ]
-    run_dir = trained(
+    run_dir = train_run(
         place, "run", *keys, f"schedule={json.dumps(schedule)}", "train.until=[22it]", ranks=2
     )
     assert steps_of(run_dir, "eval") == [10, 15, 22]
@@ -253,7 +255,7 @@ def test_a_model_grows_with_its_outer_momentum(place: tiny_run.Place) -> None:
         {"name": "insert_layers", "value": 1, "when": {"at_step": 11}},
     ]
     keys = (*KEYS, *DILOCO, f"schedule={json.dumps(schedule)}", "checkpoint.every_steps=5")
-    run_dir = trained(place, "run", *keys, "checkpoint.keep_last=9", ranks=2)
+    run_dir = train_run(place, "run", *keys, "checkpoint.keep_last=9", ranks=2)
     assert steps_of(run_dir, "operation") == [5, 15]
     shapes = {name: tensor.shape for name, tensor in tensors(run_dir, 10).items()}
     outer = {n: shape for n, shape in shapes.items() if n.endswith("/outer_momentum")}
@@ -261,21 +263,21 @@ def test_a_model_grows_with_its_outer_momentum(place: tiny_run.Place) -> None:
     for name, shape in outer.items():
         assert shape == shapes[name.replace("optimizer/", "model/").removesuffix("/outer_momentum")]
     assert len([n for n in tensors(run_dir, 20) if n.endswith("/outer_momentum")]) > len(outer)
-    again = place.path / "again"
-    shutil.copytree(run_dir, again)
+    resumed_run = place.path / "again"
+    shutil.copytree(run_dir, resumed_run)
     for step in (15, 20):
-        shutil.rmtree(again / "checkpoints" / f"step-{step}")
-    children = place.resume(again, ranks=2)
+        shutil.rmtree(resumed_run / "checkpoints" / f"step-{step}")
+    children = place.resume(resumed_run, ranks=2)
     assert tiny_run.codes(children) == [0, 0], tiny_run.output_of(children)
-    assert tiny_run.weights(again, STEPS) == tiny_run.weights(run_dir, STEPS)
+    assert tiny_run.weights(resumed_run, STEPS) == tiny_run.weights(run_dir, STEPS)
 
 
 @pytest.mark.torture
 def test_a_compiled_model_trains_alike(place: tiny_run.Place) -> None:
     keys = (*KEYS, *DILOCO, "model.dropout=0.0")
-    plain = tensors(trained(place, "plain", *keys, ranks=2))
+    plain = tensors(train_run(place, "plain", *keys, ranks=2))
     body = "failures:graphs_run_as_they_are"
-    compiled = tensors(trained(place, "compiled", *keys, "compile=true", ranks=2, body=body))
+    compiled = tensors(train_run(place, "compiled", *keys, "compile=true", ranks=2, body=body))
     assert (place.path / "graphs").exists()
     for name, tensor in plain.items():
         torch.testing.assert_close(compiled[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
@@ -284,11 +286,13 @@ def test_a_compiled_model_trains_alike(place: tiny_run.Place) -> None:
 def test_a_replica_skips_a_step_that_is_not_finite_and_the_others_do_not(
     place: tiny_run.Place,
 ) -> None:
-    run_dir = trained(place, "run", *KEYS, *DILOCO, ranks=2, body="failures:last_rank_has_nan_once")
+    run_dir = train_run(
+        place, "run", *KEYS, *DILOCO, ranks=2, body="failures:last_rank_has_nan_once"
+    )
     assert [(e["step"], e["consecutive"]) for e in tiny_run.events(run_dir, "skip")] == [(10, 1)]
-    saved = tensors(run_dir)
-    assert all(tensor.isfinite().all() for tensor in saved.values())
-    (count,) = {float(tensor) for name, tensor in saved.items() if name.endswith("/step")}
+    states = tensors(run_dir)
+    assert all(tensor.isfinite().all() for tensor in states.values())
+    (count,) = {float(tensor) for name, tensor in states.items() if name.endswith("/step")}
     assert count == STEPS - 0.5
 
 
@@ -298,10 +302,10 @@ def test_a_replica_all_of_whose_first_steps_were_skipped_gets_the_others_state(
 ) -> None:
     """Its optimizer has none to be averaged."""
     keys = (*KEYS, *AVERAGED)
-    run_dir = trained(place, "run", *keys, ranks=2, body="apart:rank_1_has_nan_in_step_1")
+    run_dir = train_run(place, "run", *keys, ranks=2, body="apart:rank_1_has_nan_in_step_1")
     assert steps_of(run_dir, "skip") == [1]
-    whole = trained(place, "whole", *keys, ranks=2)
-    assert tensors(run_dir).keys() == tensors(whole).keys()
+    plain_run = train_run(place, "whole", *keys, ranks=2)
+    assert tensors(run_dir).keys() == tensors(plain_run).keys()
 
 
 def test_a_replica_that_is_never_finite_again_ends_the_run_for_all(place: tiny_run.Place) -> None:
@@ -358,7 +362,7 @@ def test_all_ranks_end_and_name_the_one_that_cannot_evaluate(
 
 @pytest.mark.torture
 def test_a_rank_that_dies_or_freezes_in_a_round_is_named(place: tiny_run.Place) -> None:
-    for body, silence, said in (
+    for body, silence, message in (
         ("apart:rank_1_dies_at_step_7", 60, "rank 1 is gone"),
         ("apart:rank_1_freezes_at_step_7", 2, "rank 1 has sent no heartbeat"),
     ):
@@ -367,7 +371,7 @@ def test_a_rank_that_dies_or_freezes_in_a_round_is_named(place: tiny_run.Place) 
         assert children[0].finish(30) == 4, tiny_run.output_of(children)
         children[1].signal(signal.SIGKILL)
         children[1].finish()
-        assert said in (place.path / body / "logs" / "rank_0.log").read_text("utf-8")
+        assert message in (place.path / body / "logs" / "rank_0.log").read_text("utf-8")
 
 
 def test_hooks_around_steps_do_not_make_ranks_wait_for_each_other(place: tiny_run.Place) -> None:
@@ -394,16 +398,16 @@ def test_settings_that_need_ranks_to_meet_at_every_step_are_refused_at_once() ->
         "record.noise_every=10",
     ]
     keys += ["parallel.fsdp.offload=true", "device=cuda"]
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as caught:
         load_config(None, [*DILOCO, *keys])
-    text = str(told.value)
-    for said in (
+    text = str(caught.value)
+    for message in (
         "reproducible: elastic",
         "use precision: bf16",
         "record.noise_every",
         "needs strategy fsdp or hsdp",
     ):
-        assert said in text
+        assert message in text
     assert text.count("diloco") >= 4
     noisy = "schedule=[{name: change_batch_size, value: 4, when: {noise_scale: {above: 1.0}}}]"
     with pytest.raises(ConfigError, match="use another strategy than diloco"):
@@ -419,7 +423,7 @@ def test_deltas_are_those_of_whole_rounds() -> None:
 
 def test_the_forecast_says_what_is_kept_and_what_is_sent(place: tiny_run.Place) -> None:
     """Held against what the ranks' models and optimizers have."""
-    run_dir = trained(place, "run", *KEYS, *DILOCO, ranks=2)
+    run_dir = train_run(place, "run", *KEYS, *DILOCO, ranks=2)
     sizes = Counter[str]()
     for name, tensor in tensors(run_dir).items():
         component, _, state = name.partition("/")

@@ -119,8 +119,8 @@ def test_a_run_evaluates_documents_alone_on_any_ranks(
         assert tiny_run.codes(children) == [0] * ranks, tiny_run.output_of(children)
         events = [*tiny_run.events(run, "train"), *tiny_run.events(run, "eval")]
         curves.append([event["loss"] for event in events])
-        prepared = preflight(load_run_config("run.yaml"), 1)
-        source = prepared.spec.task(prepared.config).held_out("val")
+        prepared_run = preflight(load_run_config("run.yaml"), 1)
+        source = prepared_run.spec.task(prepared_run.config).held_out("val")
         loss, documents = loss_alone(instar.load_model(run, "cpu"), source)
         assert documents > 1.3 * len(source), "samples hold several documents"
         assert tiny_run.events(run, "eval")[-1]["loss"] == pytest.approx(loss, rel=1e-6)
@@ -156,8 +156,8 @@ def test_masks_hold_however_ranks_share_the_work(
         curves.append([event["loss"] for event in tiny_run.events(run, "train")])
     tolerance = 1e-2 if way == "bf16" else 1e-5
     assert curves[1] == pytest.approx(curves[0], rel=tolerance)
-    prepared = preflight(load_run_config("run.yaml"), 1)
-    source = prepared.spec.task(prepared.config).held_out("val")
+    prepared_run = preflight(load_run_config("run.yaml"), 1)
+    source = prepared_run.spec.task(prepared_run.config).held_out("val")
     loss, _ = loss_alone(instar.load_model(tmp_path / "run-2", "cpu"), source)
     assert tiny_run.events(tmp_path / "run-2", "eval")[-1]["loss"] == pytest.approx(
         loss, rel=tolerance

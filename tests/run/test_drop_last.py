@@ -35,11 +35,13 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     return science.place(tmp_path)
 
 
-def tried(*keys: str, ranks: int = 1) -> list[str]:
+def try_run(*keys: str, ranks: int = 1) -> list[str]:
     import torch
 
-    loaded = load_config("run.yaml", [*NORMED, "precision=fp32", *keys])
-    return run_trial(preflight(loaded, ranks), World(0, 0, ranks, torch.device("cpu"), "gloo"))
+    loaded_config = load_config("run.yaml", [*NORMED, "precision=fp32", *keys])
+    return run_trial(
+        preflight(loaded_config, ranks), World(0, 0, ranks, torch.device("cpu"), "gloo")
+    )
 
 
 SCHEDULE = "schedule=[{{name: set_batch_size, value: {}, when: {{at_step: 2}}}}]"
@@ -68,7 +70,7 @@ def test_a_size_of_micro_batch_that_fails_is_refused_before_the_run(
     keys: tuple[str, ...], ranks: int, when: str
 ) -> None:
     with pytest.raises(ConfigError, match="Expected more than 1 value per channel") as caught:
-        tried(*keys, ranks=ranks)
+        try_run(*keys, ranks=ranks)
     assert f"the loss of a micro-batch of 1 sample, as {when}" in str(caught.value)
     assert ("data.drop_last: true leaves out" in str(caught.value)) == ("last step" in when)
 
@@ -83,14 +85,14 @@ def test_a_size_of_micro_batch_that_fails_is_refused_before_the_run(
 )
 @pytest.mark.usefixtures("place")
 def test_a_run_is_not_refused_for_steps_that_it_does_not_come_to(keys: tuple[str, ...]) -> None:
-    assert tried(*keys) == []
+    assert try_run(*keys) == []
 
 
 @pytest.mark.usefixtures("place")
 def test_an_epoch_without_a_whole_batch_is_refused() -> None:
     for keys in (("train.batch_size=34",), (SCHEDULE.format(40), "train.batch_size=11")):
         with pytest.raises(ConfigError, match=r"leaves out every sample.* an epoch has 33 samples"):
-            tried("data.drop_last=true", *keys)
+            try_run("data.drop_last=true", *keys)
 
 
 def steps_of(run_dir: Path) -> list[tuple[int, float]]:
@@ -100,23 +102,23 @@ def steps_of(run_dir: Path) -> list[tuple[int, float]]:
 @parametrize_first("ranks", [2, 1], first=1)
 def test_whole_steps_only_also_after_a_resume_anywhere(place: Place, ranks: int) -> None:
     keys = (*NORMED, "task=science:Halves", "data.drop_last=true", "train.batch_size=10")
-    predicted = preflight(load_config("run.yaml", keys), ranks).forecast.early
+    totals = preflight(load_config("run.yaml", keys), ranks).forecast.early
     children = place.train(place.path / "whole", *keys, ranks=ranks)
     assert codes(children) == [0] * ranks, output_of(children)
-    wanted = steps_of(place.path / "whole")
-    assert [tokens for tokens, _ in wanted] == [10, 20, 30, 40, 50, 60]
+    expected = steps_of(place.path / "whole")
+    assert [tokens for tokens, _ in expected] == [10, 20, 30, 40, 50, 60]
     progress = load_checkpoint(place.path / "whole" / "checkpoints" / "step-6").state["progress"]
-    assert predicted is not None
+    assert totals is not None
     assert (progress["step"], progress["samples"], progress["tokens"]) == (6, 66, 60)
-    assert (predicted.steps, predicted.samples, predicted.tokens) == (6, 66, 60)
+    assert (totals.steps, totals.samples, totals.tokens) == (6, 66, 60)
     for at in (2, 3):  # before and after the samples that are left out
         run_dir = place.path / f"at-{at}"
         children = place.train(run_dir, *keys, f"train.until=[{at}it]", ranks=ranks)
         assert codes(children) == [0] * ranks, output_of(children)
         children = place.resume(run_dir, "--until", "2ep", ranks=3 - ranks)
         assert codes(children) == [0] * (3 - ranks), output_of(children)
-        found = steps_of(run_dir)
-        assert found == [(tokens, pytest.approx(loss)) for tokens, loss in wanted]
+        actual = steps_of(run_dir)
+        assert actual == [(tokens, pytest.approx(loss)) for tokens, loss in expected]
     run_dir = place.path / "again"
     assert codes(place.train(run_dir, *keys, "train.until=[3it]", ranks=ranks)) == [0] * ranks
     assert codes(place.resume(run_dir, "--until", "2ep", ranks=ranks)) == [0] * ranks
@@ -133,29 +135,29 @@ def test_a_size_that_a_resume_brings_is_tried_before_it_goes_on(
     words = [word for key in keys for word in ("--set", key)]
     first = ["--set", "train.batch_size=11", "--until", "2it", "--set", f"record.run_dir={run}"]
 
-    def typed(*argv: str) -> Any:
+    def run_command(*argv: str) -> Any:
         code = main(argv)
         return code, capfd.readouterr().err
 
-    assert typed("train", "run.yaml", *words, *first)[0] == 0
+    assert run_command("train", "run.yaml", *words, *first)[0] == 0
     before = (run / "events.jsonl").read_bytes()
     # of the 11 samples that are left of the epoch, the last would be alone
     smaller = ("--set", "train.batch_size=5", "--until", "2ep")
-    code, told = typed("resume", str(run), *smaller)
-    assert "Expected more than 1 value per channel" in told
+    code, message = run_command("resume", str(run), *smaller)
+    assert "Expected more than 1 value per channel" in message
     if late:
         assert code == 4
-        assert "an epoch's last 1 of 5 samples, which data.drop_last: true leaves out" in told
+        assert "an epoch's last 1 of 5 samples, which data.drop_last: true leaves out" in message
     else:
         assert code == 2
-        assert "a micro-batch of 1 sample, as in an epoch's last step, of 1 of 5 samples" in told
-        assert "data.drop_last: true leaves out" in told
+        assert "a micro-batch of 1 sample, as in an epoch's last step, of 1 of 5 samples" in message
+        assert "data.drop_last: true leaves out" in message
         assert (run / "events.jsonl").read_bytes() == before
         # such a step does not come
-        assert typed("resume", str(run), *smaller[:2], "--until", "4it")[0] == 0
+        assert run_command("resume", str(run), *smaller[:2], "--until", "4it")[0] == 0
     drop = ("--set", "data.drop_last=true", *(() if late else smaller))
-    code, told = typed("resume", str(run), *drop)
-    assert code == 0, told
+    code, message = run_command("resume", str(run), *drop)
+    assert code == 0, message
     assert [event["tokens"] for event in events(run, "train")][-2:] == [57, 62]
 
 

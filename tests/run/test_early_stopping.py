@@ -37,8 +37,8 @@ def after(
 ) -> MetricState:
     """What is remembered of evaluations of loss, accuracy and doubt, at steps 10, 20 …"""
     state = state or MetricState()
-    begun = state.best["loss"].seen if state.best else 0
-    for number, row in enumerate(rows, begun + 1):
+    first = state.best["loss"].seen if state.best else 0
+    for number, row in enumerate(rows, first + 1):
         state = rules.update(
             state, dict(zip(("loss", "accuracy", "doubt"), row, strict=True)), 10 * number
         )
@@ -47,8 +47,8 @@ def after(
 
 def test_pointers_say_whose_best_they_are() -> None:
     assert judge().pointers == {"loss": "best"}
-    both = judge(checkpoint={"best_of": ["accuracy", "loss"]})
-    assert both.pointers == {"accuracy": "best", "loss": "best-loss"}
+    two_metrics = judge(checkpoint={"best_of": ["accuracy", "loss"]})
+    assert two_metrics.pointers == {"accuracy": "best", "loss": "best-loss"}
 
 
 @needs("graphs")
@@ -121,13 +121,13 @@ def test_without_rules_no_run_is_given_up() -> None:
 def test_the_rate_falls_to_its_floor_and_no_further() -> None:
     plateau = {"metric": "accuracy", "factor": 0.5, "patience": 2, "min_lr_ratio": 0.2}
     rules = judge(optimizer={"lr": 0.1}, learning_rate={"plateau": plateau})
-    state, lr, found = MetricState(), 0.1, []
+    state, lr, rates = MetricState(), 0.1, []
     for _ in range(12):
         state = after(rules, (0, 0.5, 0), state=state)
-        state, fallen = rules.lower_lr(state, lr)
-        found.append(lr := fallen or lr)
-    wanted = [0.1] * 2 + [0.05] * 2 + [0.025] * 2 + [0.02] * 6
-    assert found == pytest.approx(wanted)
+        state, lower_rate = rules.lower_lr(state, lr)
+        rates.append(lr := lower_rate or lr)
+    expected = [0.1] * 2 + [0.05] * 2 + [0.025] * 2 + [0.02] * 6
+    assert rates == pytest.approx(expected)
 
 
 @given(rows=ROWS, cut=st.integers(0, 12))
@@ -137,9 +137,9 @@ def test_a_judgement_goes_on_from_json_as_if_nothing_had_been(
     rules = judge(early_stopping={"rules": TWO}, checkpoint={"best_of": ["accuracy"]})
     state = after(rules, *rows[:cut])
     text = json.dumps(msgspec.to_builtins(state), allow_nan=False)
-    again = msgspec.convert(json.loads(text), MetricState)
-    assert again == state
-    assert after(rules, *rows[cut:], state=again) == after(rules, *rows)
+    parsed_state = msgspec.convert(json.loads(text), MetricState)
+    assert parsed_state == state
+    assert after(rules, *rows[cut:], state=parsed_state) == after(rules, *rows)
 
 
 def test_a_rule_that_is_another_than_it_was_begins_anew() -> None:
@@ -155,15 +155,15 @@ def test_a_rule_that_is_another_than_it_was_begins_anew() -> None:
         "loss has not been better than 0.95 (step 40) for 3 evaluations"
     ]
     eager = judge(early_stopping={"rules": [{"metric": "accuracy", "patience": 2}]})
-    told = "accuracy has not been better than 0.9 (step 10) for 2 evaluations"
-    assert eager.stop_reason(before) == told
+    reason = "accuracy has not been better than 0.9 (step 10) for 2 evaluations"
+    assert eager.stop_reason(before) == reason
     other = judge(learning_rate={"plateau": {"metric": "loss", "factor": 0.5, "patience": 2}})
-    watched = judge(learning_rate={"plateau": {"metric": "accuracy", "patience": 2}})
-    assert other.lower_lr(after(watched, *rows), 0.1)[1] is None
+    on_accuracy = judge(learning_rate={"plateau": {"metric": "accuracy", "patience": 2}})
+    assert other.lower_lr(after(on_accuracy, *rows), 0.1)[1] is None
     none, two = judge(), judge(early_stopping={"rules": TWO})
     assert none.stop_reason(before) is None
-    told = "accuracy has not been better than 0.9 (step 10) for 3 evaluations"
-    assert two.stop_reason(after(two, (0.5, 0.5, 0), state=before)) == told
+    reason = "accuracy has not been better than 0.9 (step 10) for 3 evaluations"
+    assert two.stop_reason(after(two, (0.5, 0.5, 0), state=before)) == reason
 
 
 def test_a_trainer_gives_and_takes_it_up_with_its_state(trainer: Callable[..., Trainer]) -> None:
@@ -171,8 +171,8 @@ def test_a_trainer_gives_and_takes_it_up_with_its_state(trainer: Callable[..., T
     first, second = trainer(*keys, name="first"), trainer(*keys, name="second")
     first.train()
     assert first.state.metrics.best["loss"].seen == 4
-    saved = json.loads(json.dumps(state_json(first.state, first.parts), allow_nan=False))
-    second.state = restore_state(second.state, second.parts, saved, first.state.history)
+    state = json.loads(json.dumps(state_json(first.state, first.parts), allow_nan=False))
+    second.state = restore_state(second.state, second.parts, state, first.state.history)
     assert second.state.metrics == first.state.metrics
     best = [best_is_now(run.state, run.parts) for run in (first, second)]
     assert best == [("loss",)] * 2

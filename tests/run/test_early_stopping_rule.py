@@ -67,7 +67,7 @@ def betters(rule: Watch, values: list[float]) -> list[int]:
     return [place for place in range(len(values)) if better(place)]
 
 
-def still(rule: Watch, values: list[float]) -> bool:
+def is_still(rule: Watch, values: list[float]) -> bool:
     """Whether the last `patience` values, all after the first `grace`, were not better."""
     first = len(values) - rule.patience
     return first >= rule.grace and not any(place >= first for place in betters(rule, values))
@@ -79,12 +79,12 @@ def test_after_every_evaluation_it_is_as_the_definition_says(
     rule: Watch, values: list[float]
 ) -> None:
     for count in range(len(values) + 1):
-        seen = values[:count]
-        state, found = after(rule, seen), betters(rule, seen)
-        assert is_on_plateau(rule, state) == still(rule, seen)
+        prefix = values[:count]
+        state, places = after(rule, prefix), betters(rule, prefix)
+        assert is_on_plateau(rule, state) == is_still(rule, prefix)
         assert state.seen == count
-        assert state.best == (seen[found[-1]] if found else None)
-        assert state.best_step == (10 * (found[-1] + 1) if found else None)
+        assert state.best == (prefix[places[-1]] if places else None)
+        assert state.best_step == (10 * (places[-1] + 1) if places else None)
 
 
 @given(
@@ -107,28 +107,28 @@ def test_a_state_goes_on_from_json_as_if_nothing_had_been(
 ) -> None:
     state = after(rule, values[:cut])
     text = json.dumps(msgspec.to_builtins(state), allow_nan=False)
-    again = msgspec.convert(json.loads(text), RuleState)
-    assert again == state
-    assert after(rule, values[cut:], again) == after(rule, values)
+    parsed_state = msgspec.convert(json.loads(text), RuleState)
+    assert parsed_state == state
+    assert after(rule, values[cut:], parsed_state) == after(rule, values)
 
 
 @given(
-    watched=st.lists(st.tuples(RULES, st.lists(VALUES, min_size=12, max_size=12)), max_size=4),
+    pairs=st.lists(st.tuples(RULES, st.lists(VALUES, min_size=12, max_size=12)), max_size=4),
     mode=st.sampled_from(["any", "all"]),
 )
 def test_several_rules_end_a_run_together_or_each_alone(
-    watched: list[tuple[Watch, list[float]]], mode: Literal["any", "all"]
+    pairs: list[tuple[Watch, list[float]]], mode: Literal["any", "all"]
 ) -> None:
     for count in range(13):
-        rules = [rule for rule, _ in watched]
-        states = [after(rule, values[:count]) for rule, values in watched]
-        each = [still(rule, values[:count]) for rule, values in watched]
-        expected = any(each) if mode == "any" else bool(each) and all(each)
-        stopped = stop_reason(rules, states, mode)
-        assert (stopped is not None) == expected
-        if stopped is not None:
-            told = [plateau_text(*pair) for pair, at in zip(zip(rules, states, strict=True), each, strict=True) if at]  # fmt: skip
-            assert stopped == " and ".join(told)
+        rules = [rule for rule, _ in pairs]
+        states = [after(rule, values[:count]) for rule, values in pairs]
+        verdicts = [is_still(rule, values[:count]) for rule, values in pairs]
+        expected = any(verdicts) if mode == "any" else bool(verdicts) and all(verdicts)
+        reason = stop_reason(rules, states, mode)
+        assert (reason is not None) == expected
+        if reason is not None:
+            texts = [plateau_text(*pair) for pair, at in zip(zip(rules, states, strict=True), verdicts, strict=True) if at]  # fmt: skip
+            assert reason == " and ".join(texts)
 
 
 def test_two_that_stand_still_at_different_times_are_not_all_at_once() -> None:
@@ -180,7 +180,7 @@ def test_by_hand(rule: Watch, values: list[float], at: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "values", "said"),
+    ("rule", "values", "message"),
     [
         (
             Watch(metric="accuracy", direction="max"),
@@ -200,8 +200,8 @@ def test_by_hand(rule: Watch, values: list[float], at: int) -> None:
         (LOSS, [NAN, INF], "loss has not been finite for 2 evaluations"),
     ],
 )
-def test_why_is_told_in_words(rule: Watch, values: list[float], said: str) -> None:
-    assert plateau_text(rule, after(rule, values)) == said
+def test_why_is_told_in_words(rule: Watch, values: list[float], message: str) -> None:
+    assert plateau_text(rule, after(rule, values)) == message
 
 
 def test_a_rule_is_what_the_config_says() -> None:
@@ -213,14 +213,14 @@ def test_a_rule_is_what_the_config_says() -> None:
     assert with_direction(Watch(), {"loss": "min"}) == Watch(metric="loss", direction="min")
 
 
-def lowered(
+def peaks_of(
     rule: Watch, values: list[float], plateau: PlateauConfig, lr: float = 1.0
 ) -> list[float]:
     """The peak after each evaluation."""
     rates, state, first = [], RuleState(), lr
     for value in values:
-        state, fallen = lower(rule, after(rule, [value], state), plateau, lr, first)
-        lr = lr if fallen is None else fallen
+        state, lower_rate = lower(rule, after(rule, [value], state), plateau, lr, first)
+        lr = lr if lower_rate is None else lower_rate
         rates.append(lr)
     return rates
 
@@ -229,7 +229,7 @@ def test_the_rate_falls_again_after_as_many_evaluations_and_the_best_stays() -> 
     plateau = PlateauConfig(factor=0.5, min_lr_ratio=0.2)
     values = [1, 2, 2, 2, 2, 2, 2, 0.5, 1, 1, 1, 1, 1, 1]
     halves = [1, 1, 1, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25, 0.25, 0.2, 0.2, 0.2, 0.2]
-    assert lowered(LOSS, values, plateau) == halves
+    assert peaks_of(LOSS, values, plateau) == halves
     state, _ = lower(LOSS, after(LOSS, [1, 2, 2, 2]), plateau, 1.0, 1.0)
     assert state == RuleState(best=1, best_step=10, seen=4, since=0)
 
@@ -241,8 +241,8 @@ def test_without_a_factor_the_rate_never_falls() -> None:
 
 def test_a_rate_below_the_floor_is_not_raised() -> None:
     plateau = PlateauConfig(factor=0.5, min_lr_ratio=0.2)
-    state, fallen = lower(LOSS, after(LOSS, [1, 2, 2, 2]), plateau, 0.1, 1.0)
-    assert fallen is None
+    state, lower_rate = lower(LOSS, after(LOSS, [1, 2, 2, 2]), plateau, 0.1, 1.0)
+    assert lower_rate is None
     assert state.since == 0
 
 
@@ -259,14 +259,14 @@ def test_the_rate_falls_where_that_of_torch_does(
 ) -> None:
     """torch.optim's waits for one bad evaluation more than its patience."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    theirs = torch.optim.lr_scheduler.ReduceLROnPlateau(
+    reference = torch.optim.lr_scheduler.ReduceLROnPlateau(
         optimizer, direction, 0.5, patience - 1, delta, "abs", min_lr=lowest, eps=0.0
     )
     rates = []
     for value in values:
-        theirs.step(value)
+        reference.step(value)
         rates.append(optimizer.param_groups[0]["lr"])
     rule = Watch(metric="loss", direction=direction, delta=delta, patience=patience)
     plateau = PlateauConfig(factor=0.5, min_lr_ratio=lowest)
-    assert lowered(rule, values, plateau) == rates
+    assert peaks_of(rule, values, plateau) == rates
     assert rates == list(accumulate(rates, min))

@@ -48,26 +48,26 @@ def test_a_failure_is_heard_before_the_ranks_meet(
     """All slices are run, then the others are heard, then gradients travel: those of a part of the
     batch first, where the noise is measured."""
     run = trainer(*ELASTIC, f"record.noise_every={noise_every}")
-    heard = []
+    calls = []
     root = DeterministicAllReduce.root
     task_loss = run.parts.task.loss_sum
 
     def loss_sum(*arguments: object) -> torch.Tensor:
-        heard.append("forward")
+        calls.append("forward")
         return task_loss(*arguments)  # type: ignore[arg-type]
 
     def meet(tree: object) -> torch.Tensor:
-        heard.append("meet")
-        found: torch.Tensor = root(tree)
-        return found
+        calls.append("meet")
+        total: torch.Tensor = root(tree)
+        return total
 
     monkeypatch.setattr(run.parts.task, "loss_sum", loss_sum)
     monkeypatch.setattr(DeterministicAllReduce, "root", meet)
-    monkeypatch.setattr(run.parts.sync, "finish", lambda *_: heard.append("heard"))
+    monkeypatch.setattr(run.parts.sync, "finish", lambda *_: calls.append("heard"))
     run.step()
-    whole = ["forward"] * 11
-    part = [*["forward"] * 4, "heard", "meet", *whole, "meet"]
-    assert heard == (part if noise_every else [*whole, "heard", "meet"])
+    passes = ["forward"] * 11
+    part = [*["forward"] * 4, "heard", "meet", *passes, "meet"]
+    assert calls == (part if noise_every else [*passes, "heard", "meet"])
 
 
 def test_ranks_that_cannot_share_are_refused_by_name(
@@ -83,8 +83,8 @@ def test_a_rank_that_cannot_read_ends_all_before_gradients_travel(
 ) -> None:
     path, run_dir = tmp_path / "run.yaml", tmp_path / "run"
     endless = ["train.until=[100000it]", "learning_rate.lr_decay_iters=100000"]
-    loaded = config("reproducible=elastic", *endless)
-    path.write_text(loaded.to_yaml(origin=False), encoding="utf-8")
+    loaded_config = config("reproducible=elastic", *endless)
+    path.write_text(loaded_config.to_yaml(origin=False), encoding="utf-8")
     script = Path(__file__).parents[1] / "support" / "rank_1_cannot_read.py"
     run = start_instar(path, run_dir=run_dir, command=[forks().python, script])
     assert "rank 1 failed at step 6: OSError: the disk is gone" in run.finish(4)

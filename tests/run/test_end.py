@@ -33,10 +33,10 @@ def test_a_run_that_fails_says_why_and_leaves_a_report(place: Place, ranks: int)
     run_dir = place.path / "failed"
     children = place.train(run_dir, DIVERGING, REPORT, ranks=ranks, body=NAN)
     assert codes(children) == [4] * ranks, output_of(children)
-    (failed,) = events(run_dir, "failed")
-    assert "the gradient was not finite for 2 steps in a row" in failed["message"]
-    assert failed["step"] == events(run_dir, "skip")[-1]["step"]
-    assert events(run_dir)[-1] == failed
+    (failure,) = events(run_dir, "failed")
+    assert "the gradient was not finite for 2 steps in a row" in failure["message"]
+    assert failure["step"] == events(run_dir, "skip")[-1]["step"]
+    assert events(run_dir)[-1] == failure
     assert RunDir(run_dir).report.exists()
 
 
@@ -84,22 +84,28 @@ def test_every_step_is_in_the_record_also_of_a_run_that_was_stopped(
     """A stop inside of an interval tells it so far; the run that goes on tells what one does that
     was never stopped."""
     tens = "record.log_interval=10"
-    single, whole, parts = (place.path / name for name in ("single", "whole", "parts"))
-    for run_dir, settings in ((single, ()), (whole, (tens,)), (parts, (tens, "train.until=17it"))):
+    single, full_run, parts = (place.path / name for name in ("single", "whole", "parts"))
+    for run_dir, settings in (
+        (single, ()),
+        (full_run, (tens,)),
+        (parts, (tens, "train.until=17it")),
+    ):
         children = place.train(run_dir, *settings, ranks=ranks)
         assert codes(children) == [0] * ranks, output_of(children)
-    told = losses(whole)
-    assert {step: steps for step, (_, steps) in told.items()} == {1: 1, 10: 9, 20: 10, 24: 4}
-    wanted = means(single, [1, 10, 20, 24])
-    assert {step: loss for step, (loss, _) in told.items()} == pytest.approx(wanted, rel=1e-5)
-    assert events(whole, "run_finished")[-1]["loss"] == told[24][0]
+    full_losses = losses(full_run)
+    assert {step: steps for step, (_, steps) in full_losses.items()} == {1: 1, 10: 9, 20: 10, 24: 4}
+    expected = means(single, [1, 10, 20, 24])
+    assert {step: loss for step, (loss, _) in full_losses.items()} == pytest.approx(
+        expected, rel=1e-5
+    )
+    assert events(full_run, "run_finished")[-1]["loss"] == full_losses[24][0]
 
     assert losses(parts)[17] == (pytest.approx(means(single, [10, 17])[17], rel=1e-5), 7)
-    again = place.resume(parts, "--until", f"{STEPS}it", ranks=ranks)
-    assert codes(again) == [0] * ranks, output_of(again)
+    children_of_resume = place.resume(parts, "--until", f"{STEPS}it", ranks=ranks)
+    assert codes(children_of_resume) == [0] * ranks, output_of(children_of_resume)
     after = losses(parts)
     del after[17]
-    assert after == told
+    assert after == full_losses
 
 
 def test_an_interval_ends_where_the_model_grows(place: Place) -> None:
@@ -132,8 +138,8 @@ def test_a_run_leaves_nothing_half_deleted(place: Place) -> None:
 
     for name in (".trash-step-8-0a1b2c3d", ".tmp-0a1b2c3d4e5f6071"):
         (folder / name).mkdir()
-    again = place.resume(run_dir)
-    assert codes(again) == [0], output_of(again)
+    children_of_resume = place.resume(run_dir)
+    assert codes(children_of_resume) == [0], output_of(children_of_resume)
     assert list(folder.glob(".*")) == []
 
 
@@ -144,14 +150,16 @@ def test_a_script_that_trains_again_and_again_keeps_nothing(place: Place, ranks:
     body = "failures:trains_again_and_again"
     children = children_as_ranks(place.forks, ranks, body, 5, settings, place=place.path)
     assert codes(children) == [0] * ranks, output_of(children)
-    told = [re.findall(r"left ({.*?})", child.output()) for child in children]
-    left = [json.loads(text) for one_time in zip(*told, strict=True) for text in one_time]
-    assert len(left) == 5 * ranks
-    assert all(each["flags"] for each in left)
-    assert {each["trainers"] for each in left} == {
+    texts_by_rank = [re.findall(r"left ({.*?})", child.output()) for child in children]
+    usages = [
+        json.loads(text) for one_time in zip(*texts_by_rank, strict=True) for text in one_time
+    ]
+    assert len(usages) == 5 * ranks
+    assert all(usage["flags"] for usage in usages)
+    assert {usage["trainers"] for usage in usages} == {
         ranks - 1
     }  # of several ranks, the last one stays
-    early, late = left[2 * ranks : 3 * ranks], left[-ranks:]
+    early, late = usages[2 * ranks : 3 * ranks], usages[-ranks:]
     assert max(e["threads"] for e in late) <= max(e["threads"] for e in early)
     assert max(e["rss"] for e in late) - max(e["rss"] for e in early) < 40 << 20
 
@@ -166,7 +174,7 @@ def test_a_resume_starts_no_workers_for_what_is_over(place: Place) -> None:
     assert codes(place.train(run_dir, *settings)) == [0]
     (child,) = place.resume(run_dir, "--until", "16it", body="failures:counts_workers")
     assert child.finish() == 0, child.output()
-    told = [line for line in child.output().splitlines() if line.startswith("workers")]
-    assert set(told) == {
+    lines = [line for line in child.output().splitlines() if line.startswith("workers")]
+    assert set(lines) == {
         "workers 2 1"
     }  # those the config begins with, and those of the last change

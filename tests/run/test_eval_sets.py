@@ -60,7 +60,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tiny_run.Place:
     return tiny_run.Place(tmp_path, science.forks())
 
 
-def trained(place: tiny_run.Place, name: str, *keys: str, ranks: int = 1) -> Path:
+def train_run(place: tiny_run.Place, name: str, *keys: str, ranks: int = 1) -> Path:
     children = place.train(place.path / name, *keys, ranks=ranks)
     assert tiny_run.codes(children) == [0] * ranks, tiny_run.output_of(children)
     return place.path / name
@@ -85,7 +85,7 @@ def mean_loss(model: torch.nn.Module, source: Source, samples: range) -> float:
 
 
 def test_sets_and_parts_have_the_losses_of_their_texts(place: tiny_run.Place) -> None:
-    run = trained(place, "one")
+    run = train_run(place, "one")
     losses = evaluations(run)
     assert {name: [*steps] for name, steps in losses.items()} == {
         "val": [2, 4, 6, 8, 10, 12],
@@ -94,63 +94,65 @@ def test_sets_and_parts_have_the_losses_of_their_texts(place: tiny_run.Place) ->
         "german": [2, 4, 6, 8, 10, 12],
         "rare": [6, 12],
     }
-    prepared = preflight(load_run_config("run.yaml"), 1)
-    task, model = prepared.spec.task(prepared.config), instar.load_model(run, "cpu")
+    prepared_run = preflight(load_run_config("run.yaml"), 1)
+    task, model = prepared_run.spec.task(prepared_run.config), instar.load_model(run, "cpu")
     german, val = task.held_out("german"), task.held_out("val")
     text = german.read(np.arange(len(german)))["inputs"].flatten()
     assert bytes(text[: len(GERMAN) - 1].tolist()).decode() == GERMAN[:-1]
     parts = task.held_out_parts()
     assert [len(members) for members in parts.values()] == [18, 13]
-    alone = {
+    expected = {
         "german": mean_loss(model, german, range(len(german))),
         "val": mean_loss(model, val, range(len(val))),
         **{f"val/{name}": mean_loss(model, val, members) for name, members in parts.items()},
     }
-    alone["rare"] = alone["german"]
+    expected["rare"] = expected["german"]
     last = {name: steps[12] for name, steps in losses.items()}
-    assert last == pytest.approx(alone, rel=1e-6)
-    assert len({round(loss, 3) for loss in alone.values()}) == 4, "texts that no loss tells apart"
+    assert last == pytest.approx(expected, rel=1e-6)
+    assert len({round(loss, 3) for loss in expected.values()}) == 4, (
+        "texts that no loss tells apart"
+    )
     pointers = {path.name for path in (run / "checkpoints").glob("best*")}
     assert pointers == {"best", "best-german%2Floss", "best-books%2Floss"}
 
-    two = trained(place, "two", ranks=2)
+    two = train_run(place, "two", ranks=2)
     for name, steps in evaluations(two).items():
         assert steps == pytest.approx(losses[name], rel=1e-6)
     records = [read_record(RunDir(folder)) for folder in (run, two)]
     sets = ["german/loss", "rare/loss", "val/books/loss", "val/code/loss"]
     (panel,) = compose(records[:1], ChartRequest()).panels
     assert {curve.metric for curve in panel.curves} == {"loss", "val/loss", *sets}
-    compared = instar.compare([run, two]).metrics
-    assert {*compared} == {"val/loss", *sets, "val/bits_per_byte", "loss"}
+    comparison = instar.compare([run, two]).metrics
+    assert {*comparison} == {"val/loss", *sets, "val/bits_per_byte", "loss"}
 
 
 def test_files_that_are_trained_on_too_are_said(place: tiny_run.Place) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     config = load_run_config("run.yaml").config
     sets = config.eval.sets
-    create_dataset_files(config.data, config.data_seed, say=said.append, sets=sets)
-    assert not [text for text in said if "eval.sets" in text]
+    create_dataset_files(config.data, config.data_seed, say=messages.append, sets=sets)
+    assert not [text for text in messages if "eval.sets" in text]
     (place.path / "link.txt").symlink_to("code.jsonl")
-    mixed = sets[0].model_copy(update={"source": "*.txt"})
-    create_dataset_files(config.data, config.data_seed, say=said.append, sets=(mixed,))
-    assert [text for text in said if "eval.sets" in text] == [
+    wider_set = sets[0].model_copy(update={"source": "*.txt"})
+    create_dataset_files(config.data, config.data_seed, say=messages.append, sets=(wider_set,))
+    assert [text for text in messages if "eval.sets" in text] == [
         "warning: 1 of 2 files of eval.sets german are files of code.jsonl too: their text is trained on"
     ]
 
 
 def test_a_resumed_run_evaluates_its_sets_where_it_would_have(place: tiny_run.Place) -> None:
-    whole, parts = trained(place, "whole"), trained(place, "parts", "train.until=[5it]")
+    full_run, parts = train_run(place, "whole"), train_run(place, "parts", "train.until=[5it]")
     children = place.resume(parts, "--until", "12it")
     assert tiny_run.codes(children) == [0], tiny_run.output_of(children)
-    resumed = evaluations(parts)
+    losses = evaluations(parts)
     # where it ended, it was evaluated once more
-    for name, steps in evaluations(whole).items():
-        assert {n: loss for n, loss in resumed[name].items() if n in steps} == steps
+    for name, steps in evaluations(full_run).items():
+        assert {n: loss for n, loss in losses[name].items() if n in steps} == steps
 
 
 def test_a_set_stops_the_run(place: tiny_run.Place) -> None:
     rules = "early_stopping.rules=[{metric: rare/loss, patience: 2, delta: 100}]"
-    run = trained(place, "stopped", rules, "train.until=[40it]", ranks=2)
+    run = train_run(place, "stopped", rules, "train.until=[40it]", ranks=2)
     # the first evaluation is the best so far; two more of this set are not better
     assert tiny_run.events(run, "stop")[-1]["step"] == 18
 
@@ -205,7 +207,7 @@ def test_a_set_without_text_is_named(place: tiny_run.Place) -> None:
     )
     assert child.finish() == 2
     assert "eval.sets[0].source" in child.output()
-    trained(place, "first", "train.until=[1it]")
+    train_run(place, "first", "train.until=[1it]")
     Path("german.txt").write_text(GERMAN.replace("zum", "zu"))
     (child,) = place.train(place.path / "second", "train.until=[1it]")
     assert child.finish() == 2

@@ -37,15 +37,15 @@ Make = Callable[..., Trainer]
 
 
 def measure(run: Trainer, batch_size: int, limit: int | None = None) -> Evaluation:
-    found = evaluate_source(
+    evaluation = evaluate_source(
         run.parts.task,
         run.parts.stepper.unwrapped_model,
         run.parts.validation,
         EvaluationOptions(batch_size, run.parts.config.seed, limit, run.parts.stepper.autocast),
         run.parts.sync,
     )
-    assert found is not None
-    return found
+    assert evaluation is not None
+    return evaluation
 
 
 def test_the_loss_is_the_mean_over_all_tokens(trainer: Make) -> None:
@@ -58,13 +58,15 @@ def test_the_loss_is_the_mean_over_all_tokens(trainer: Make) -> None:
             window = torch.from_numpy(tokens[start : start + context + 1])[None]
             logits = run.parts.stepper.unwrapped_model(window[:, :-1]).double().log_softmax(-1)
             total -= logits.gather(-1, window[:, 1:, None]).sum().item()
-    found = measure(run, batch_size=5)
-    assert found.weight == len(tokens) - 1
-    assert found.loss == pytest.approx(total / (len(tokens) - 1), rel=1e-6)
-    assert found.values()["perplexity"] == math.exp(found.loss)
+    evaluation = measure(run, batch_size=5)
+    assert evaluation.weight == len(tokens) - 1
+    assert evaluation.loss == pytest.approx(total / (len(tokens) - 1), rel=1e-6)
+    assert evaluation.values()["perplexity"] == math.exp(evaluation.loss)
     # each character of the text is a byte
-    assert found.values()["bits_per_byte"] == pytest.approx(found.loss / math.log(2), rel=1e-9)
-    assert found.metrics["bits_per_byte"].weight == len(tokens) - 1
+    assert evaluation.values()["bits_per_byte"] == pytest.approx(
+        evaluation.loss / math.log(2), rel=1e-9
+    )
+    assert evaluation.metrics["bits_per_byte"].weight == len(tokens) - 1
 
 
 @pytest.mark.parametrize("limit", [None, 37])
@@ -74,17 +76,17 @@ def test_the_batch_size_does_not_matter(
     """Neither for the loss nor for its standard error, which is told from fixed units of text."""
     monkeypatch.setattr(text, "UNIT_TOKENS", 5 * 16)
     run = trainer()
-    found = [measure(run, size, limit).metrics["loss"] for size in (1, 3, 7, 1000)]
-    assert [each.value for each in found] == pytest.approx([found[0].value] * 4, rel=1e-6)
-    errors = [each.standard_error for each in found]
+    metrics = [measure(run, size, limit).metrics["loss"] for size in (1, 3, 7, 1000)]
+    assert [metric.value for metric in metrics] == pytest.approx([metrics[0].value] * 4, rel=1e-6)
+    errors = [metric.standard_error for metric in metrics]
     assert errors[0]
     assert errors == pytest.approx([errors[0]] * 4, rel=1e-4)
 
 
 def test_a_limited_evaluation_reads_the_same_samples_every_time(trainer: Make) -> None:
     run = trainer()
-    one, other = measure(run, 4, limit=10), measure(run, 4, limit=10)
-    assert (one.loss, one.samples) == (other.loss, 10)
+    first, second = measure(run, 4, limit=10), measure(run, 4, limit=10)
+    assert (first.loss, first.samples) == (second.loss, 10)
 
 
 def test_the_subset_is_the_same_whatever_the_batch_size_becomes(
@@ -103,13 +105,13 @@ def test_the_subset_is_the_same_whatever_the_batch_size_becomes(
     )
     sizes = []
 
-    def noted(*args: Any, **options: Any) -> Evaluation | None:
+    def note_samples(*args: Any, **options: Any) -> Evaluation | None:
         result = evaluate_source(*args, **options)
         assert result is not None
         sizes.append(result.samples)
         return result
 
-    monkeypatch.setattr(validation, "evaluate_source", noted)
+    monkeypatch.setattr(validation, "evaluate_source", note_samples)
     run.train()
     # batches of the 4 samples that the run began with; only eval_iters changes how many
     assert sizes == [8, 8, 8, 8, 8, 24]
@@ -134,27 +136,27 @@ def test_a_rank_that_has_to_stop_skips_the_rest(
     trainer: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = trainer()
-    measured = []
+    calls = []
 
-    def stops(*arguments: Any, **named: Any) -> Any:
-        measured.append(1)
-        if len(measured) == 3:
+    def stops(*arguments: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
             run.parts.sync.request_stop("enough")
-        return LanguageTask.measure(run.parts.task, *arguments, **named)  # type: ignore[arg-type]
+        return LanguageTask.measure(run.parts.task, *arguments, **options)  # type: ignore[arg-type]
 
     monkeypatch.setitem(vars(run.parts.task), "measure", stops)
     with pytest.raises(AssertionError):
         measure(run, batch_size=1, limit=40)
-    assert len(measured) == 3
+    assert len(calls) == 3
     assert run.parts.sync.stop_requested
     assert run.parts.sync.decision().reason == "enough"
 
 
 def test_the_subset_is_spread_and_without_repeats() -> None:
-    chosen = held_out_indices(1000, 100, seed=3)
-    assert len(set(chosen.tolist())) == 100
-    assert chosen.min() < 100
-    assert chosen.max() > 900
+    indices = held_out_indices(1000, 100, seed=3)
+    assert len(set(indices.tolist())) == 100
+    assert indices.min() < 100
+    assert indices.max() > 900
     assert held_out_indices(50, 100, seed=3).tolist() == list(range(50))
 
 
@@ -171,12 +173,12 @@ def test_held_out_samples_are_cut_evenly_for_any_number_of_ranks(
 
 
 def test_evaluating_does_not_touch_training(trainer: Make) -> None:
-    plain, watched = trainer(name="plain"), trainer("eval.eval_interval=1", name="watched")
+    plain, evaluating = trainer(name="plain"), trainer("eval.eval_interval=1", name="watched")
     plain.train()
-    watched.train()
+    evaluating.train()
     for name, parameter in plain.parts.stepper.parameters.items():
-        assert torch.equal(parameter, watched.parts.stepper.parameters[name])
-    assert watched.parts.stepper.unwrapped_model.training
+        assert torch.equal(parameter, evaluating.parts.stepper.parameters[name])
+    assert evaluating.parts.stepper.unwrapped_model.training
 
 
 ALONE = World(0, 0, 1, torch.device("cpu"), "none")
@@ -190,8 +192,8 @@ def plain(values: NDArray[np.float64], weights: NDArray[np.float64]) -> Metric:
     ratio = v.sum() / w.sum()
     if w.size == 1:
         return Metric(ratio, None, w.sum())
-    apart = np.sum((v - ratio * w) ** 2)
-    return Metric(ratio, np.sqrt(w.size / (w.size - 1) * apart) / w.sum(), w.sum())
+    residuals = np.sum((v - ratio * w) ** 2)
+    return Metric(ratio, np.sqrt(w.size / (w.size - 1) * residuals) / w.sum(), w.sum())
 
 
 @given(
@@ -206,30 +208,30 @@ def test_metrics_and_their_errors_are_those_of_plain_numpy(
     samples: int, seed: int, batch_size: int, unit: int
 ) -> None:
     columns = science.tally_columns(samples, seed)
-    found = science.evaluate_columns(ALONE, columns, batch_size, unit)
-    assert list(found.metrics) == ["loss", "score"]
-    assert found.samples == samples
-    for name, metric in found.metrics.items():
+    evaluation = science.evaluate_columns(ALONE, columns, batch_size, unit)
+    assert list(evaluation.metrics) == ["loss", "score"]
+    assert evaluation.samples == samples
+    for name, metric in evaluation.metrics.items():
         sums, weights = columns[name].astype(np.float64).T
         places = range(0, samples, unit)
         sums = np.add.reduceat(np.where(weights > 0, sums, 0.0), places)
-        wanted = plain(sums, np.add.reduceat(weights, places))
-        assert metric.weight == wanted.weight
-        assert metric.value == pytest.approx(wanted.value, rel=1e-12, nan_ok=True)
-        if wanted.standard_error is None:
+        expected = plain(sums, np.add.reduceat(weights, places))
+        assert metric.weight == expected.weight
+        assert metric.value == pytest.approx(expected.value, rel=1e-12, nan_ok=True)
+        if expected.standard_error is None:
             assert metric.standard_error is None
         else:
             assert metric.standard_error == pytest.approx(
-                wanted.standard_error, rel=1e-6, abs=1e-7 * abs(wanted.value)
+                expected.standard_error, rel=1e-6, abs=1e-7 * abs(expected.value)
             )
 
 
 def test_of_equal_weights_the_error_is_the_one_of_textbooks() -> None:
-    drawn = np.random.default_rng(0).normal(size=50)
-    tally = np.stack([drawn, np.ones(50)], 1)
-    found = science.evaluate_columns(ALONE, {"loss": tally, "score": tally}, 7).metrics["score"]
-    assert found.value == pytest.approx(drawn.mean(), rel=1e-12)
-    assert found.standard_error == pytest.approx(drawn.std(ddof=1) / math.sqrt(50), rel=1e-12)
+    values = np.random.default_rng(0).normal(size=50)
+    tally = np.stack([values, np.ones(50)], 1)
+    metric = science.evaluate_columns(ALONE, {"loss": tally, "score": tally}, 7).metrics["score"]
+    assert metric.value == pytest.approx(values.mean(), rel=1e-12)
+    assert metric.standard_error == pytest.approx(values.std(ddof=1) / math.sqrt(50), rel=1e-12)
 
 
 CASES = [
@@ -242,18 +244,18 @@ CASES = [
 
 
 def test_any_number_of_ranks_gets_the_same_bits(tmp_path: Path) -> None:
-    said_by = set()
+    outputs = set()
     for ranks in (2, 3, 4):
         arguments = "science:evaluate_all", str(tmp_path), CASES
         children = children_as_ranks(science.forks(), ranks, *arguments, place=tmp_path)
         assert codes(children) == [0] * ranks, output_of(children)
-        said_by |= {(tmp_path / f"w{ranks}-{rank}").read_text() for rank in range(ranks)}
-    (told,) = said_by
-    alone = [
+        outputs |= {(tmp_path / f"w{ranks}-{rank}").read_text() for rank in range(ranks)}
+    (output,) = outputs
+    expected = [
         science.evaluate_columns(ALONE, science.tally_columns(n), size, unit)
         for n, size, unit in CASES
     ]
-    assert told.splitlines() == [repr(found.metrics) for found in alone]
+    assert output.splitlines() == [repr(evaluation.metrics) for evaluation in expected]
 
 
 @pytest.mark.parametrize("every", [1, 2])
@@ -278,11 +280,11 @@ def test_evaluations_by_epochs_are_at_their_ends(
     ) as run:
         at = []
 
-        def noted(*args: Any, **options: Any) -> Evaluation | None:
+        def note_samples(*args: Any, **options: Any) -> Evaluation | None:
             at.append(run.state.progress.samples)
             return evaluate_source(*args, **options)
 
-        monkeypatch.setattr(validation, "evaluate_source", noted)
+        monkeypatch.setattr(validation, "evaluate_source", note_samples)
         run.train()
     assert at == list(range(36 * every, 36 * 8 + 1, 36 * every))
     assert len(run.state.history) >= 2

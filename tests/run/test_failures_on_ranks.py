@@ -79,13 +79,13 @@ DEPENDING = (
 DEPENDING += ("data.val=0.1", "data.test=0.1", "test.at_end=false", "precision=fp32")
 
 
-@parametrize_first("accumulated", [1, 4], first=1)
+@parametrize_first("accumulation", [1, 4], first=1)
 def test_parameters_that_one_ranks_samples_do_not_use_are_named_at_once(
-    place: Place, accumulated: int
+    place: Place, accumulation: int
 ) -> None:
     """DDP waits for their gradients; with what the message says the run goes on."""
-    batch = f"train.batch_size={8 // accumulated}"
-    settings = (*DEPENDING, batch, f"train.gradient_accumulation_steps={accumulated}")
+    batch = f"train.batch_size={8 // accumulation}"
+    settings = (*DEPENDING, batch, f"train.gradient_accumulation_steps={accumulation}")
     ranks = place.train(place.path / "run", *settings, "checkpoint.every_steps=1", ranks=2)
     for rank in ranks:
         rank.finish(LIMIT_S)
@@ -97,8 +97,8 @@ def test_parameters_that_one_ranks_samples_do_not_use_are_named_at_once(
     )
     key = "parallel.ddp.find_unused_parameters=true"
     assert "set parallel.ddp.find_unused_parameters: true" in log
-    again = place.resume(place.path / "run", "--set", key, ranks=2)
-    assert codes(again) == [0, 0], output_of(again)
+    resumed_ranks = place.resume(place.path / "run", "--set", key, ranks=2)
+    assert codes(resumed_ranks) == [0, 0], output_of(resumed_ranks)
 
 
 GROWS_IN_STEP_5 = "name: widen, value: {axis: hidden, size: 40}, when: {at_step: 4}"
@@ -120,8 +120,8 @@ def test_a_rank_without_memory_for_the_grown_models_wrapper_keeps_nobody_waiting
     for number in range(2):
         log = (place.path / "run" / "logs" / f"rank_{number}.log").read_text("utf-8")
         assert "no room for buckets" in log
-    saved = [event["step"] for event in events(place.path / "run", "checkpoint")]
-    assert saved[-1] == (8 if skip else 4)
+    save_steps = [event["step"] for event in events(place.path / "run", "checkpoint")]
+    assert save_steps[-1] == (8 if skip else 4)
 
 
 def test_a_rank_that_cannot_compile_the_stages_keeps_nobody_waiting(place: Place) -> None:

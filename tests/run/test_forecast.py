@@ -38,19 +38,21 @@ ON_LOSS = [
 @pytest.mark.parametrize("schedule", [COUNTED, ON_LOSS])
 def test_operations_fire_where_the_forecast_says(
     trainer: Callable[..., Trainer],
-    prepared: Callable[..., Prepared],
+    prepare_run: Callable[..., Prepared],
     schedule: Sequence[Mapping[str, Any]],
     tmp_path: Path,
 ) -> None:
     keys = (f"schedule={json.dumps(schedule)}", "train.until=[16it]", "eval.eval_interval=3")
     keys = (*keys, "checkpoint.every_minutes=null")
     trainer(*keys).train()
-    told = [e for e in read_events(tmp_path / "events.jsonl") if isinstance(e, OperationEvent)]
-    fired = [(event.name, event.step) for event in told if event.name != "fold_masks"]
-    stages = prepared(*keys).forecast.stages[1:]
-    reached = [stage for stage in stages if stage.first_step is not None]
-    assert fired == [(stage.operation.split()[0], stage.first_step) for stage in reached]
-    assert len(fired) == len(schedule)
+    operations = [
+        e for e in read_events(tmp_path / "events.jsonl") if isinstance(e, OperationEvent)
+    ]
+    actual = [(event.name, event.step) for event in operations if event.name != "fold_masks"]
+    stages = prepare_run(*keys).forecast.stages[1:]
+    expected = [stage for stage in stages if stage.first_step is not None]
+    assert actual == [(stage.operation.split()[0], stage.first_step) for stage in expected]
+    assert len(actual) == len(schedule)
 
 
 RATES: tuple[tuple[list[dict[str, Any]], tuple[str, ...]], ...] = (
@@ -77,7 +79,7 @@ RATES: tuple[tuple[list[dict[str, Any]], tuple[str, ...]], ...] = (
 @pytest.mark.parametrize("number", range(len(RATES)))
 def test_steps_rates_samples_and_epochs_are_those_of_the_forecast(
     trainer: Callable[..., Trainer],
-    prepared: Callable[..., Prepared],
+    prepare_run: Callable[..., Prepared],
     number: int,
     tmp_path: Path,
 ) -> None:
@@ -86,7 +88,7 @@ def test_steps_rates_samples_and_epochs_are_those_of_the_forecast(
     keys = (*keys, "checkpoint.every_minutes=null", *more)
     run = trainer(*keys)
     run.train()
-    ready = prepared(*keys)
+    ready = prepare_run(*keys)
     totals = ready.forecast.early
     assert totals is not None
     progress = run.state.progress
@@ -96,15 +98,15 @@ def test_steps_rates_samples_and_epochs_are_those_of_the_forecast(
     assert run.state.epochs == pytest.approx(totals.epochs)
     # what a stage's settings say, at the step at which the forecast says that it begins
     initial = initial_state(ready.config, ready.spec.architecture, ready.spec.facts)
-    fired = zip(schedule_entries(ready.config), ready.forecast.stages[1:], strict=True)
+    stages = zip(schedule_entries(ready.config), ready.forecast.stages[1:], strict=True)
     history = [
         Change(entry.operation, stage.first_step, 0)
-        for entry, stage in fired
+        for entry, stage in stages
         if stage.first_step is not None
     ]
-    recorded = [e for e in read_events(tmp_path / "events.jsonl") if isinstance(e, Train)]
-    assert [event.step for event in recorded] == list(range(1, totals.steps + 1))
-    for event in recorded:
+    train_events = [e for e in read_events(tmp_path / "events.jsonl") if isinstance(e, Train)]
+    assert [event.step for event in train_events] == list(range(1, totals.steps + 1))
+    for event in train_events:
         before = event.step - 1
         state = initial
         for change in history:
@@ -115,7 +117,7 @@ def test_steps_rates_samples_and_epochs_are_those_of_the_forecast(
     # the forecast's own settings differ in nothing but when a schedule or a warm-up began
     for stage, change in zip(ready.forecast.stages[1:], history, strict=False):
         state = initial
-        for each in history[: history.index(change) + 1]:
-            state = carried_out(when_due(state, each.operation), each.operation, each.step)
+        for earlier in history[: history.index(change) + 1]:
+            state = carried_out(when_due(state, earlier.operation), earlier.operation, earlier.step)
         began = {"lr_start": 0, "rewarm_start": 0, "new_param_warmups": (), "frozen": ()}
         assert replace(stage.settings, **began) == replace(state.settings, **began)

@@ -109,8 +109,8 @@ ELSEWHERE = ("fold_masks", "set_mixture")
 
 def operation(draw: random.Random) -> Entry:
     name = draw.choice([name for name in operation_names() if name not in ELSEWHERE])
-    others = [(value, [{}]) for value in (FACTORS if name.startswith("change_") else SIZES)]
-    value, options = draw.choice(CHOICES.get(name, others))
+    choices = [(value, [{}]) for value in (FACTORS if name.startswith("change_") else SIZES)]
+    value, options = draw.choice(CHOICES.get(name, choices))
     more = draw.choice(GROWTH_OPTIONS) if name in GROWN else {}
     return {"name": name, "value": value, **draw.choice(options), **more}
 
@@ -174,24 +174,24 @@ def keys(draw: random.Random) -> list[str]:
 @pytest.mark.repeated
 @pytest.mark.timeout(7200)
 def test_a_run_is_what_its_forecast_says(
-    trainer: Callable[..., Trainer], prepared: Callable[..., Prepared], tmp_path: Path
+    trainer: Callable[..., Trainer], prepare_run: Callable[..., Prepared], tmp_path: Path
 ) -> None:
     """Every third is killed after a random step, and goes on from its last checkpoint."""
-    tried, wrong, seed = 0, list[str](), 0
+    trials, wrong, seed = 0, list[str](), 0
     # a text of whole windows at every length: how long the last one is, a forecast does not know
     data = ("data.max_bytes=13903", f"data.path={tmp_path / 'whole'}")
     counts: Counter[str] = Counter()
-    while tried < figures.times(12, 500):
+    while trials < figures.times(12, 500):
         seed += 1
         options = [*keys(random.Random(seed)), *data]
         try:
-            ready = prepared(*options)
+            ready = prepare_run(*options)
         except ConfigError:
             continue  # not possible, which the check says; others are
-        tried += 1
+        trials += 1
         run = trainer(*options, name=f"run-{seed}")
         if seed % 3 == 0:
-            run = resumed(run, trainer, options, seed)
+            run = resume_killed(run, trainer, options, seed)
         run.train()
         run.parts.saver.finish()
         counts.update(c.operation.name for c in run.state.history if not c.skipped)
@@ -203,13 +203,13 @@ def test_a_run_is_what_its_forecast_says(
     figures.write(
         "forecast",
         [
-            figures.none_of(tried, "random schedules, runs other than their forecasts", wrong),
+            figures.none_of(trials, "random schedules, runs other than their forecasts", wrong),
             figures.none_of(len(counts), "operations, never carried out", sorted(missing)),
         ],
     )
 
 
-def resumed(
+def resume_killed(
     run: Trainer, trainer: Callable[..., Trainer], options: Sequence[str], seed: int
 ) -> Trainer:
     """A run that goes on from the last checkpoint of one that was killed."""
@@ -236,43 +236,43 @@ def resumed(
 
 def differences(ready: Prepared, run: Trainer, events: Path) -> list[str]:
     """In what a run that has ended is other than its forecast."""
-    found: list[str] = []
+    problems: list[str] = []
     history = [c for c in run.state.history if c.operation != FOLD]
     stages = [stage for stage in ready.forecast.stages[1:] if stage.first_step is not None]
-    told = [(s.operation.split(" ")[0].rstrip(","), s.first_step, s.skipped) for s in stages]
-    done = [(c.operation.name, c.step, c.skipped) for c in history]
-    if told != done:
-        return [f"operations: forecast {told}, run {done}"]
+    expected = [(s.operation.split(" ")[0].rstrip(","), s.first_step, s.skipped) for s in stages]
+    actual = [(c.operation.name, c.step, c.skipped) for c in history]
+    if expected != actual:
+        return [f"operations: forecast {expected}, run {actual}"]
     after = {id(change): state for change, state in states(run.parts.initial, run.state.history)}
     for stage, change in zip(stages, history, strict=True):
         if not change.skipped:
-            found += of_stage(stage, after[id(change)])
+            problems += of_stage(stage, after[id(change)])
     progress, totals = run.state.progress, ready.forecast.early
     assert totals is not None
     for name in ("step", "samples", "tokens", "flops"):
-        counted = getattr(totals, "steps" if name == "step" else name)
-        if getattr(progress, name) != counted:
-            found.append(f"{name}: forecast {counted}, run {getattr(progress, name)}")
+        total = getattr(totals, "steps" if name == "step" else name)
+        if getattr(progress, name) != total:
+            problems.append(f"{name}: forecast {total}, run {getattr(progress, name)}")
     rates = {e.step: e.lr for e in read_events(events) if isinstance(e, Train)}
-    state, rest = (
+    state, later_states = (
         run.parts.initial,
         [(c.step, after[id(c)]) for c in run.state.history if not c.skipped],
     )
     for step, rate in rates.items():
-        while rest and rest[0][0] < step:
-            state = rest.pop(0)[1]
+        while later_states and later_states[0][0] < step:
+            state = later_states.pop(0)[1]
         if rate != pytest.approx(learning_rate(state.settings, step - 1), rel=1e-9):
-            found.append(f"rate of step {step}: {rate}")
-    return found
+            problems.append(f"rate of step {step}: {rate}")
+    return problems
 
 
 def of_stage(stage: Stage, state: State) -> list[str]:
     """Settings, but for when a rate schedule or a warm-up began, which a forecast does not know; and the shape."""
     began = {"lr_start": 0, "rewarm_start": 0, "new_param_warmups": ()}
     pairs = (replace(stage.settings, **began), replace(state.settings, **began))
-    found = (
+    problems = (
         [f"{stage.operation}: forecast {pairs[0]}, run {pairs[1]}"] if pairs[0] != pairs[1] else []
     )
     if stage.architecture.parameters() != state.architecture.parameters():
-        found.append(f"{stage.operation}: another shape")
-    return found
+        problems.append(f"{stage.operation}: another shape")
+    return problems

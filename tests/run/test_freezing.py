@@ -27,7 +27,7 @@ ENTRIES = [
 SCHEDULE = f"schedule={json.dumps(ENTRIES)}"
 
 
-def still(run: Trainer) -> set[str]:
+def frozen_names(run: Trainer) -> set[str]:
     return {name for name, p in run.parts.stepper.parameters.items() if not p.requires_grad}
 
 
@@ -51,26 +51,28 @@ def test_a_frozen_block_stays_frozen_where_insertions_move_it(
             run.save("here", must=True)
         run.step()
     assert run.state.in_force.architecture.sizes()["layers"] == 4
-    assert still(run) == {f"blocks.2.{name}" for name in first}
+    assert frozen_names(run) == {f"blocks.2.{name}" for name in first}
     assert all(torch.equal(value, first[name]) for name, value in block(run, 2).items())
     for new in (0, 1):
         # what writes to the stream begins at zero
         assert block(run, new)["mlp.down.weight"].any()
-    again = trainer(SCHEDULE, name="again")
-    restore(again, load_checkpoint(latest_checkpoint(tmp_path / "whole")))
-    assert still(again) == still(run)
-    again.step()
+    continuation = trainer(SCHEDULE, name="again")
+    restore(continuation, load_checkpoint(latest_checkpoint(tmp_path / "whole")))
+    assert frozen_names(continuation) == frozen_names(run)
+    continuation.step()
     for name, parameter in run.parts.stepper.parameters.items():
-        assert torch.equal(parameter, again.parts.stepper.parameters[name])
+        assert torch.equal(parameter, continuation.parts.stepper.parameters[name])
 
 
 @pytest.mark.parametrize("entries", [ENTRIES, ENTRIES[:2]])
 def test_the_optimizer_remembers_what_the_forecast_says_of_moved_blocks(
-    trainer: Make, prepared: Callable[..., Prepared], entries: list[object]
+    trainer: Make, prepare_run: Callable[..., Prepared], entries: list[object]
 ) -> None:
     text = f"schedule={json.dumps(entries)}"
     run = trainer(text)
     run.train()
-    told = prepared(text).forecast.stages[-1].memory_bytes
-    remembered = optimizer_tensors(run.parts.stepper.optimizers, run.parts.stepper.parameters)
-    assert told["optimizer"] == sum(each.nbytes for each in remembered.values() if each.dim())
+    forecast_bytes = prepare_run(text).forecast.stages[-1].memory_bytes
+    states = optimizer_tensors(run.parts.stepper.optimizers, run.parts.stepper.parameters)
+    assert forecast_bytes["optimizer"] == sum(
+        tensor.nbytes for tensor in states.values() if tensor.dim()
+    )

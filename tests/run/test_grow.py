@@ -57,20 +57,20 @@ EVERYTHING = (
 )
 
 
-def saved(folder: Path, settings: Sequence[str] = GPT2, *, spoilt: bool = False) -> Checkpoint:
+def save_run(folder: Path, settings: Sequence[str] = GPT2, *, has_nan: bool = False) -> Checkpoint:
     """A checkpoint of a run, with an optimizer that remembers much, an average, and generators."""
     folder.mkdir()
     vocabulary = ("model.vocab_size=50", "model.context=16", f"seed={SEED}")
-    loaded = load_config(None, [*settings, *vocabulary])
-    (folder / "run.yaml").write_text(loaded.to_yaml())
-    arch = resolve_architecture(loaded.config.model, 50)
+    loaded_config = load_config(None, [*settings, *vocabulary])
+    (folder / "run.yaml").write_text(loaded_config.to_yaml())
+    arch = resolve_architecture(loaded_config.config.model, 50)
     model = GPT(arch)
     model.init_weights(3)
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     generator = torch.Generator().manual_seed(5)
     for weight in weights.values():
         weight.add_(0.1 * torch.randn(weight.shape, generator=generator))
-    if spoilt:
+    if has_nan:
         weights["final_norm.weight"][0] = torch.nan
     moments = {}
     for name, weight in weights.items():
@@ -117,52 +117,54 @@ def bytes_of(tensors: Mapping[str, Tensor]) -> bytes:
 
 @pytest.mark.parametrize("settings", [GPT2, LLAMA], ids=["gpt2", "llama"])
 def test_every_file_is_that_of_a_model_grown_in_memory(settings: list[str], tmp_path: Path) -> None:
-    source = saved(tmp_path / "run", settings)
+    source = save_run(tmp_path / "run", settings)
 
-    made = load_checkpoint(grow_checkpoint(source, tmp_path / "out", EVERYTHING).path)
+    checkpoint = load_checkpoint(grow_checkpoint(source, tmp_path / "out", EVERYTHING).path)
 
-    wanted = grown_in_memory(source, EVERYTHING)
-    assert made.manifest.architecture == wanted["architecture"]
+    expected = grown_in_memory(source, EVERYTHING)
+    assert checkpoint.manifest.architecture == expected["architecture"]
     for component in ("model", "ema", "optimizer"):
-        file = made.path / f"{component}.safetensors"
-        assert file.read_bytes() == bytes_of(wanted[component]), component
-    assert set(wanted["optimizer"]) < {
-        f"{name}/{state}" for name in wanted["model"] for state in ("exp_avg", "exp_avg_sq", "step")
+        file = checkpoint.path / f"{component}.safetensors"
+        assert file.read_bytes() == bytes_of(expected[component]), component
+    assert set(expected["optimizer"]) < {
+        f"{name}/{state}"
+        for name in expected["model"]
+        for state in ("exp_avg", "exp_avg_sq", "step")
     }
 
 
 def test_what_has_no_part_in_growth_stays_as_it_was(tmp_path: Path) -> None:
-    source = saved(tmp_path / "run")
+    source = save_run(tmp_path / "run")
 
-    made = load_checkpoint(
+    checkpoint = load_checkpoint(
         grow_checkpoint(source, tmp_path / "out", [Operation("widen_mlp", 256)]).path
     )
 
-    assert made.state == source.state
+    assert checkpoint.state == source.state
     for name in ("rng/rank-0.safetensors",):
-        assert (made.path / name).read_bytes() == (source.path / name).read_bytes()
+        assert (checkpoint.path / name).read_bytes() == (source.path / name).read_bytes()
     assert (tmp_path / "out/run.yaml").read_bytes() == (tmp_path / "run/run.yaml").read_bytes()
     for fact in ("data", "loss", "progress", "step", "world_size"):
-        assert getattr(made.manifest, fact) == getattr(source.manifest, fact), fact
+        assert getattr(checkpoint.manifest, fact) == getattr(source.manifest, fact), fact
 
 
 def test_an_operation_that_changes_the_function_forgets_its_loss(tmp_path: Path) -> None:
-    source = saved(tmp_path / "run")
+    source = save_run(tmp_path / "run")
 
-    made = load_checkpoint(
+    checkpoint = load_checkpoint(
         grow_checkpoint(source, tmp_path / "out", [Operation("stack_layers", 2)]).path
     )
 
-    assert made.manifest.loss is None
-    assert made.state["evaluated_at"] == -1
+    assert checkpoint.manifest.loss is None
+    assert checkpoint.state["evaluated_at"] == -1
 
 
 def test_operations_become_history_in_their_order(tmp_path: Path) -> None:
-    source = saved(tmp_path / "run")
+    source = save_run(tmp_path / "run")
 
-    made = load_checkpoint(grow_checkpoint(source, tmp_path / "out", EVERYTHING[:2]).path)
+    checkpoint = load_checkpoint(grow_checkpoint(source, tmp_path / "out", EVERYTHING[:2]).path)
 
-    history = history_from_json(made.manifest.history)
+    history = history_from_json(checkpoint.manifest.history)
     assert [change.operation for change in history] == list(EVERYTHING[:2])
     assert {(change.step, change.cursor, change.entry) for change in history} == {
         (STEP, CURSOR, None)
@@ -170,7 +172,7 @@ def test_operations_become_history_in_their_order(tmp_path: Path) -> None:
 
 
 def test_growing_twice_is_growing_by_both_at_once(tmp_path: Path) -> None:
-    source = saved(tmp_path / "run")
+    source = save_run(tmp_path / "run")
     at_once = grow_checkpoint(source, tmp_path / "at-once", EVERYTHING).path
 
     first = grow_checkpoint(source, tmp_path / "first", EVERYTHING[:4]).path
@@ -182,38 +184,42 @@ def test_growing_twice_is_growing_by_both_at_once(tmp_path: Path) -> None:
 
 
 def test_a_mask_opens_from_the_step_of_the_checkpoint_on(tmp_path: Path) -> None:
-    source = saved(tmp_path / "run")
+    source = save_run(tmp_path / "run")
     masked = Operation("insert_layers", 1, {"mask": 10})
 
-    made = grow_checkpoint(source, tmp_path / "out", [masked], check=True)
+    growth = grow_checkpoint(source, tmp_path / "out", [masked], check=True)
 
-    mask = load_checkpoint(made.path).manifest.architecture["mask"]
+    mask = load_checkpoint(growth.path).manifest.architecture["mask"]
     assert (mask["begin"], mask["steps"]) == (STEP, 10)
-    assert made.proof is not None
-    assert made.proof.label == "exact"
+    assert growth.proof is not None
+    assert growth.proof.label == "exact"
     with pytest.raises(ConfigError, match=f"until step {STEP + 10}"):
         grow_checkpoint(
-            load_checkpoint(made.path), tmp_path / "again", [Operation("widen_mlp", 256)]
+            load_checkpoint(growth.path), tmp_path / "again", [Operation("widen_mlp", 256)]
         )
 
 
 def test_labels_are_proven_and_add_up(tmp_path: Path) -> None:
-    source = saved(tmp_path / "run", LLAMA)
-    exact = grow_checkpoint(source, tmp_path / "exact", EVERYTHING[:7], check=True).proof
-    bounded = grow_checkpoint(
+    source = save_run(tmp_path / "run", LLAMA)
+    exact_proof = grow_checkpoint(source, tmp_path / "exact", EVERYTHING[:7], check=True).proof
+    bounded_proof = grow_checkpoint(
         source, tmp_path / "bounded", [EVERYTHING[0], EVERYTHING[-1]], check=True
     ).proof
-    lossy = grow_checkpoint(source, tmp_path / "lossy", EVERYTHING, check=True).proof
+    lossy_proof = grow_checkpoint(source, tmp_path / "lossy", EVERYTHING, check=True).proof
 
-    assert exact is not None
-    assert bounded is not None
-    assert lossy is not None
-    assert (exact.label, bounded.label, lossy.label) == ("exact", "bounded", "lossy")
-    assert 0 < exact.max_logit_diff_relative < 1e-5 < lossy.max_logit_diff_relative
+    assert exact_proof is not None
+    assert bounded_proof is not None
+    assert lossy_proof is not None
+    assert (exact_proof.label, bounded_proof.label, lossy_proof.label) == (
+        "exact",
+        "bounded",
+        "lossy",
+    )
+    assert 0 < exact_proof.max_logit_diff_relative < 1e-5 < lossy_proof.max_logit_diff_relative
 
 
 def test_weights_that_prove_nothing_make_nothing(tmp_path: Path) -> None:
-    source = saved(tmp_path / "run", spoilt=True)
+    source = save_run(tmp_path / "run", has_nan=True)
 
     with pytest.raises(CheckpointError, match="not finite"):
         grow_checkpoint(source, tmp_path / "out", [Operation("widen_mlp", 256)], check=True)
@@ -227,10 +233,10 @@ def test_a_file_that_was_written_wrongly_makes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, component: str
 ) -> None:
     """Under any label: a stack may change the outputs as it likes."""
-    source, stack = saved(tmp_path / "run"), [Operation("stack_layers", 2)]
+    source, stack = save_run(tmp_path / "run"), [Operation("stack_layers", 2)]
     real = offline.write_tensors
 
-    def damaged(path: Path, shapes: Any, read: Callable[[str], Tensor]) -> None:
+    def write_damaged(path: Path, shapes: Any, read: Callable[[str], Tensor]) -> None:
         def spoilt_read(name: str) -> Tensor:
             damages = path.name.startswith(component) and "blocks.3.mlp.down.weight" in name
             tensor = read(name)
@@ -238,7 +244,7 @@ def test_a_file_that_was_written_wrongly_makes_nothing(
 
         real(path, shapes, spoilt_read)
 
-    monkeypatch.setattr(offline, "write_tensors", damaged)
+    monkeypatch.setattr(offline, "write_tensors", write_damaged)
     with pytest.raises(NotProven, match=r"blocks\.3\.mlp\.down\.weight.* is not the tensor"):
         grow_checkpoint(source, tmp_path / "out", stack, check=True)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -247,7 +253,7 @@ def test_a_file_that_was_written_wrongly_makes_nothing(
 
 
 @pytest.mark.parametrize(
-    ("operation", "said"),
+    ("operation", "message"),
     [
         (Operation("widen_mlp", 64), "only grows"),
         (Operation("widen_mpl", 256), "widen_mlp"),
@@ -255,18 +261,18 @@ def test_a_file_that_was_written_wrongly_makes_nothing(
     ],
 )
 def test_an_impossible_operation_makes_nothing(
-    operation: Operation, said: str, tmp_path: Path
+    operation: Operation, message: str, tmp_path: Path
 ) -> None:
-    source = saved(tmp_path / "run")
+    source = save_run(tmp_path / "run")
 
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         grow_checkpoint(source, tmp_path / "out", [Operation("widen_mlp", 256), operation])
 
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
-    source = saved(tmp_path / "run")
+    source = save_run(tmp_path / "run")
     (tmp_path / "out").mkdir()
     (tmp_path / "out/mine").write_text("mine")
 
@@ -275,7 +281,7 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_config_of_another_model_is_refused(tmp_path: Path) -> None:
-    source = saved(tmp_path / "run")
+    source = save_run(tmp_path / "run")
     (tmp_path / "run/run.yaml").write_text("model: {n_layer: 3, vocab_size: 50}\n")
 
     with pytest.raises(CheckpointError, match="another architecture"):
@@ -316,10 +322,10 @@ print(json.dumps(max(peak, own_bytes()) - before))
 
 
 def test_memory_holds_one_tensor_at_a_time(tmp_path: Path) -> None:
-    many = ["model.n_layer=16", "model.n_head=4", "model.n_embd=128"]
-    source = saved(tmp_path / "run", many)
+    settings = ["model.n_layer=16", "model.n_head=4", "model.n_embd=128"]
+    source = save_run(tmp_path / "run", settings)
 
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", MEMORY],
         cwd=tmp_path,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -328,23 +334,25 @@ def test_memory_holds_one_tensor_at_a_time(tmp_path: Path) -> None:
         check=False,
     )
 
-    assert done.returncode == 0, done.stderr
-    grown, _ = latest_intact(tmp_path / "out")
-    largest = max(tensor.nbytes for tensor in grown.tensors("model").values())
-    whole = sum(path.stat().st_size for path in grown.path.glob("*.safetensors"))
-    assert whole > 200 * largest
-    assert json.loads(done.stdout) < 20 * largest
+    assert result.returncode == 0, result.stderr
+    checkpoint, _ = latest_intact(tmp_path / "out")
+    largest = max(tensor.nbytes for tensor in checkpoint.tensors("model").values())
+    total = sum(path.stat().st_size for path in checkpoint.path.glob("*.safetensors"))
+    assert total > 200 * largest
+    assert json.loads(result.stdout) < 20 * largest
     assert source.path.is_dir()
 
 
 def test_adapters_that_cannot_learn_are_told_of(tmp_path: Path) -> None:
     adapt = Operation("set_lora_rank", {"target": "mlp", "rank": 3})
-    adapted = grow_checkpoint(saved(tmp_path / "run"), tmp_path / "adapted", [adapt])
-    assert adapted.warning == ""
-    source = load_checkpoint(adapted.path)
+    lora_growth = grow_checkpoint(save_run(tmp_path / "run"), tmp_path / "adapted", [adapt])
+    assert lora_growth.warning == ""
+    source = load_checkpoint(lora_growth.path)
     file = source.path / "model.safetensors"
     weights = load_file(file)
     weights["blocks.0.mlp.up.lora_a"][1:] = 0.0  # as B is
     file.write_bytes(save(weights))
-    made = grow_checkpoint(source, tmp_path / "out", [Operation("insert_layers", 1)])
-    assert made.warning.startswith("2 ranks of adapters (blocks.0.mlp.up) are zero in both factors")
+    growth = grow_checkpoint(source, tmp_path / "out", [Operation("insert_layers", 1)])
+    assert growth.warning.startswith(
+        "2 ranks of adapters (blocks.0.mlp.up) are zero in both factors"
+    )

@@ -41,8 +41,8 @@ def cfg(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words(cfg: Path, run: Path, *settings: str) -> list[str]:
-    given = (f"record.run_dir={run}", *settings)
-    return ["train", str(cfg), *(word for text in given for word in ("--set", text))]
+    overrides = (f"record.run_dir={run}", *settings)
+    return ["train", str(cfg), *(word for text in overrides for word in ("--set", text))]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def family(cfg: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def moulted(cfg: Path) -> Path:
+def moult_run(cfg: Path) -> Path:
     """A run of the other preset; not to be changed."""
     run_ranks(1, cfg.parent, *words(cfg, cfg.parent / "moulted", "preset=moult"))
     return cfg.parent / "moulted"
@@ -77,13 +77,13 @@ def layers(run: Path) -> int:
     return layers
 
 
-def test_a_run_moults_twice_at_the_stable_rate(moulted: Path) -> None:
-    assert operations(moulted) == [("stack_layers", 2, 9), ("stack_layers", 2, 17)]
-    assert (latest_checkpoint(moulted).name, layers(moulted)) == ("step-24", 4)
-    config = load_checked(str(moulted / "run.yaml")).config
+def test_a_run_moults_twice_at_the_stable_rate(moult_run: Path) -> None:
+    assert operations(moult_run) == [("stack_layers", 2, 9), ("stack_layers", 2, 17)]
+    assert (latest_checkpoint(moult_run).name, layers(moult_run)) == ("step-24", 4)
+    config = load_checked(str(moult_run / "run.yaml")).config
     assert (config.preset, len(config.schedule)) == ((), 2)
-    assert "n_layer: 1" in (moulted / "run.yaml").read_text("utf-8")
-    assert "# preset moult" in (moulted / "run.yaml").read_text("utf-8")
+    assert "n_layer: 1" in (moult_run / "run.yaml").read_text("utf-8")
+    assert "# preset moult" in (moult_run / "run.yaml").read_text("utf-8")
 
 
 def test_a_family_has_a_decayed_model_of_each_size(family: Path) -> None:
@@ -91,14 +91,14 @@ def test_a_family_has_a_decayed_model_of_each_size(family: Path) -> None:
     for (name, step), size in zip(ENDS.items(), (4, 1, 2), strict=True):
         run = family.with_name(name)
         assert (latest_checkpoint(run).name, layers(run)) == (f"step-{step}", size)
-    grown = [each for each in operations(family) if each[0] == "stack_layers"]
-    assert grown == [("stack_layers", 2, 9), ("stack_layers", 2, 17)]
+    stacks = [operation for operation in operations(family) if operation[0] == "stack_layers"]
+    assert stacks == [("stack_layers", 2, 9), ("stack_layers", 2, 17)]
 
 
 def test_a_run_of_its_own_config_is_the_same_run(
-    moulted: Path, family: Path, tmp_path: Path
+    moult_run: Path, family: Path, tmp_path: Path
 ) -> None:
-    for run, ends in ((moulted, ("again",)), (family, ("again", "again.1L", "again.2L"))):
+    for run, ends in ((moult_run, ("again",)), (family, ("again", "again.1L", "again.2L"))):
         place = tmp_path / run.name
         place.mkdir()
         run_ranks(1, place, *words(run / "run.yaml", place / "again"))
@@ -124,20 +124,24 @@ def test_a_killed_family_ends_as_one_that_was_not(
     assert operations(trunk)[-1] == ("stack_layers", 2, 17)
 
 
-def test_a_resume_may_move_the_end_and_not_the_shape(moulted: Path, tmp_path: Path) -> None:
-    run_ranks(1, tmp_path, *words(moulted / "run.yaml", tmp_path / "short", "train.until=[8it]"))
+def test_a_resume_may_move_the_end_and_not_the_shape(moult_run: Path, tmp_path: Path) -> None:
+    run_ranks(1, tmp_path, *words(moult_run / "run.yaml", tmp_path / "short", "train.until=[8it]"))
     short = tmp_path / "short"
     assert layers(short) == 4
-    for setting, said in (
+    for setting, message in (
         ("model.n_layer=8", "cannot become 8"),
         ("preset=moult", "has its own"),
     ):
         argv = ["resume", str(short), "--set", setting]
         (rank,) = children_as_ranks(forks(), 1, INSTAR, argv, place=tmp_path)
         assert rank.finish() == 2
-        assert said in rank.output()
+        assert message in rank.output()
     argv = ["resume", str(short), "--set", "train.until=[12it]"]
     (rank,) = children_as_ranks(forks(), 1, INSTAR, argv, place=tmp_path)
     assert rank.finish() == 0, rank.output()
     assert (latest_checkpoint(short).name, layers(short)) == ("step-12", 4)
-    assert [each[0] for each in operations(short)] == ["stack_layers", "stack_layers", "override"]
+    assert [operation[0] for operation in operations(short)] == [
+        "stack_layers",
+        "stack_layers",
+        "override",
+    ]

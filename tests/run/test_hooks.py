@@ -41,19 +41,21 @@ def test_state_is_saved_with_checkpoints_and_resumed_on_each_rank(place: Place) 
     script(place, run_dir, ranks=2)
     after = states(run_dir, 12)["Counting"]
     losses = [metrics["loss"] for _, metrics in evaluations(run_dir)]
-    for rank, (then, now) in enumerate(zip(before["Counting"], after, strict=True)):
-        assert then["rank"] == now["rank"] == rank
-        assert (then["calls"]["on_step_end"], now["calls"]["on_step_end"]) == (7, 12)
-        assert now["calls"]["on_step_begin"] == 12
-        assert now["calls"]["on_train_begin"] == now["calls"]["on_train_end"] == 2
-        assert now["calls"]["on_evaluate_begin"] == now["calls"]["on_evaluate_end"] == len(losses)
+    for rank, (earlier, later) in enumerate(zip(before["Counting"], after, strict=True)):
+        assert earlier["rank"] == later["rank"] == rank
+        assert (earlier["calls"]["on_step_end"], later["calls"]["on_step_end"]) == (7, 12)
+        assert later["calls"]["on_step_begin"] == 12
+        assert later["calls"]["on_train_begin"] == later["calls"]["on_train_end"] == 2
+        assert (
+            later["calls"]["on_evaluate_begin"] == later["calls"]["on_evaluate_end"] == len(losses)
+        )
         # of each process, the last save had begun when its state was taken
-        assert now["calls"]["on_save_begin"] == now["calls"]["on_save_end"] + 2
-        assert now["best"] == min(losses)
+        assert later["calls"]["on_save_begin"] == later["calls"]["on_save_end"] + 2
+        assert later["best"] == min(losses)
 
     script(place, run_dir, "train.until=[13it]", ranks=1)
-    (alone,) = states(run_dir, 13)["Counting"]
-    assert alone["calls"]["on_step_end"] == 13
+    (state,) = states(run_dir, 13)["Counting"]
+    assert state["calls"]["on_step_end"] == 13
 
 
 def test_a_run_without_them_says_that_their_state_is_lost(place: Place) -> None:
@@ -61,8 +63,8 @@ def test_a_run_without_them_says_that_their_state_is_lost(place: Place) -> None:
     script(place, run_dir, "train.until=[3it]", ranks=1)
     children = place.resume(run_dir, "--until", "4it")
     assert codes(children) == [0], output_of(children)
-    (lost,) = [e["message"] for e in events(run_dir, "warning") if "hooks" in e["message"]]
-    assert "Counting, Counting 2" in lost
+    (message,) = [e["message"] for e in events(run_dir, "warning") if "hooks" in e["message"]]
+    assert "Counting, Counting 2" in message
 
 
 def test_methods_of_the_task_are_hooks_that_log_and_see_growth(place: Place) -> None:
@@ -89,18 +91,18 @@ def test_what_a_hook_set_on_submodules_stays_or_is_named_after_growth(place: Pla
     children = place.train(run, "task=hooked:Setting", *SETTINGS, until, entries, ranks=2)
     assert codes(children) == [0, 0], output_of(children)
     assert {(place.path / f"set-{rank}").read_text() for rank in (0, 1)} == {"0.0 0.03125"}
-    (lost,) = [e["message"] for e in events(run, "warning") if "by hand" in e["message"]]
-    assert "widen: set by hand, and now as the class sets it: share (0.5, now 0.03125);" in lost
+    (message,) = [e["message"] for e in events(run, "warning") if "by hand" in e["message"]]
+    assert "widen: set by hand, and now as the class sets it: share (0.5, now 0.03125);" in message
 
 
 def test_an_error_of_one_rank_ends_all_and_names_the_hook(place: Place) -> None:
     run_dir = place.path / "run"
     children = place.train(run_dir, "task=hooked:Failing", *SETTINGS, ranks=2)
     assert 0 not in codes(children)
-    (failed,) = events(run_dir, "failed")
-    assert failed["rank"] == 1
-    assert "the hook Failing.on_step_end failed: KeyError: 'lost' (" in failed["message"]
-    assert "hooked.py:" in failed["message"]
+    (failure,) = events(run_dir, "failed")
+    assert failure["rank"] == 1
+    assert "the hook Failing.on_step_end failed: KeyError: 'lost' (" in failure["message"]
+    assert "hooked.py:" in failure["message"]
     log = (run_dir / "logs" / "rank_1.log").read_text("utf-8")
     assert "Traceback (most recent call last)" in log
     assert 'hooked.py", line' in log

@@ -26,7 +26,7 @@ class Reads(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
 
     def __torch_function__(
         self,
@@ -45,7 +45,7 @@ class Reads(TorchFunctionMode):
                 assert frame.f_back is not None
                 frame = frame.f_back
                 code = frame.f_code
-            self.found[f"{Path(code.co_filename).name}: {code.co_name}"] += 1
+            self.counts[f"{Path(code.co_filename).name}: {code.co_name}"] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -65,12 +65,12 @@ def test_a_step_reads_the_norm_of_the_gradient_and_nothing_else(
     run = trainer(f"train.until=[{STEPS}it]", "record.log_interval=100", *keys)
     reads = Reads()
 
-    def watched() -> AbstractContextManager[Any]:
+    def watch_step() -> AbstractContextManager[Any]:
         # the first step is logged
         return reads if run.state.step else nullcontext()
 
-    run.around_step = watched
+    run.around_step = watch_step
     run.train()
-    flags = reads.found.pop("agree.py: wait")  # in host memory
+    flags = reads.counts.pop("agree.py: wait")  # in host memory
     assert flags == STEPS - 1
-    assert sum(reads.found.values()) == STEPS - 1, reads.found
+    assert sum(reads.counts.values()) == STEPS - 1, reads.counts

@@ -34,10 +34,10 @@ def test_a_model_writes_at_evaluations_and_at_the_end(
     writing.train()
     trainer(*settings, name="silent").train()
     assert losses("writing") == losses("silent")
-    said = wrote(tmp_path / "writing.jsonl")
-    assert [event.step for event in said] == [4, 8]
-    assert {event.prompt for event in said} == {"7 squared"}
-    assert all(event.text for event in said), said
+    sample_events = wrote(tmp_path / "writing.jsonl")
+    assert [event.step for event in sample_events] == [4, 8]
+    assert {event.prompt for event in sample_events} == {"7 squared"}
+    assert all(event.text for event in sample_events), sample_events
     assert wrote(tmp_path / "silent.jsonl") == []  # no tokenizer in its folder
 
 
@@ -49,8 +49,8 @@ def test_a_model_that_cannot_write_goes_on_training(
     shutil.copy(corpus / "tokens" / "tokenizer.json", tmp_path / "wild")
     run.train()
     assert run.state.progress.step == 8
-    said = [e.message for e in read_events(tmp_path / "wild.jsonl") if isinstance(e, Warn)]
-    assert any("no sample text was generated" in message for message in said)
+    messages = [e.message for e in read_events(tmp_path / "wild.jsonl") if isinstance(e, Warn)]
+    assert any("no sample text was generated" in message for message in messages)
     assert wrote(tmp_path / "wild.jsonl") == []
 
 

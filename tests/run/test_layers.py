@@ -39,16 +39,16 @@ def test_norms_are_of_the_whole_group() -> None:
 def test_layers_are_recorded_when_they_are_due_and_training_is_the_same(
     trainer: Make, losses: Callable[[str], list[float]], tmp_path: Path
 ) -> None:
-    watched = trainer("record.layers_every=3", name="watched")
-    watched.train()
+    run = trainer("record.layers_every=3", name="watched")
+    run.train()
     trainer(name="plain").train()
     assert losses("watched") == losses("plain")
     events = list(read_events(tmp_path / "watched.jsonl"))
-    seen = [event for event in events if isinstance(event, Layers)]
-    assert [event.step for event in seen] == [3, 6]
+    layer_events = [event for event in events if isinstance(event, Layers)]
+    assert [event.step for event in layer_events] == [3, 6]
     norms = {event.step: event.grad_norm for event in events if isinstance(event, Train)}
-    for event in seen:
+    for event in layer_events:
         assert {"blocks.0", "blocks.1"} < set(event.grad_norm) == set(event.update_ratio)
-        whole = sum(norm**2 for norm in event.grad_norm.values()) ** 0.5
-        assert whole == pytest.approx(norms[event.step], rel=1e-5)
+        total_norm = sum(norm**2 for norm in event.grad_norm.values()) ** 0.5
+        assert total_norm == pytest.approx(norms[event.step], rel=1e-5)
         assert all(0 < ratio < 1 for ratio in event.update_ratio.values())

@@ -48,36 +48,36 @@ def numbers(run_dir: Path, kind: str) -> dict[int, dict[str, float]]:
 
 
 def test_numbers_are_the_same_on_any_number_of_ranks_and_after_a_resume(place: Place) -> None:
-    found = {}
+    by_ranks = {}
     for ranks in (1, 2, 3):
         run_dir = place.path / f"w{ranks}"
         children = place.train(run_dir, *SETTINGS, ranks=ranks)
         assert codes(children) == [0] * ranks, output_of(children)
-        found[ranks] = numbers(run_dir, "train"), numbers(run_dir, "eval")
-    trained, evaluated = found[1]
-    assert list(trained) == [1, 5, 10, 12]
+        by_ranks[ranks] = numbers(run_dir, "train"), numbers(run_dir, "eval")
+    train_rows, eval_rows = by_ranks[1]
+    assert list(train_rows) == [1, 5, 10, 12]
     # 36 samples to train on: batches of 8, and one of 4 at the end of the epoch
-    assert [row["seen"] for row in trained.values()] == [8, 28, 36, 16]
+    assert [row["seen"] for row in train_rows.values()] == [8, 28, 36, 16]
     split = divide_samples(80, val=21, test=23, seed=1337)
-    assert {row["number"] for row in evaluated.values()} == {np.mean(split["val"])}
-    first = 8 * trained[1]["number"] + 28 * trained[5]["number"]
+    assert {row["number"] for row in eval_rows.values()} == {np.mean(split["val"])}
+    first = 8 * train_rows[1]["number"] + 28 * train_rows[5]["number"]
     assert first == pytest.approx(np.sum(split["train"]))
-    assert 36 * trained[10]["number"] == pytest.approx(np.sum(split["train"]))
-    for row in (*trained.values(), *evaluated.values()):
+    assert 36 * train_rows[10]["number"] == pytest.approx(np.sum(split["train"]))
+    for row in (*train_rows.values(), *eval_rows.values()):
         assert row["lowest"] <= row["number"] <= row["highest"]
-    assert {row["seen"] for row in evaluated.values()} == {21}
+    assert {row["seen"] for row in eval_rows.values()} == {21}
     for ranks in (2, 3):
-        for ours, theirs in zip(found[ranks], found[1], strict=True):
-            for step, row in theirs.items():
+        for actual, expected in zip(by_ranks[ranks], by_ranks[1], strict=True):
+            for step, row in expected.items():
                 same = NAMES - {"latest", "size"}
-                assert {n: ours[step][n] for n in same} == {n: row[n] for n in same}
+                assert {n: actual[step][n] for n in same} == {n: row[n] for n in same}
 
     parts = place.path / "parts"
     for until in (7, 12):
         settings = (*SETTINGS, f"train.until=[{until}it]", "resume=auto", "early_stopping.rules=[]")
         children = place.train(parts, *settings, ranks=2)
         assert codes(children) == [0, 0], output_of(children)
-    assert numbers(parts, "train")[10] == found[2][0][10]
+    assert numbers(parts, "train")[10] == by_ranks[2][0][10]
 
 
 def test_the_first_image_and_table_of_a_record_are_kept(place: Place) -> None:
@@ -91,9 +91,9 @@ def test_the_first_image_and_table_of_a_record_are_kept(place: Place) -> None:
     (first,) = [e for e in images if (e["split"], e["step"], e["name"]) == ("train", 1, "color")]
     content = read_image(run_dir, first["path"])
     assert content is not None
-    shown = np.asarray(Image.open(io.BytesIO(content)))
-    assert shown.shape == (first["height"], first["width"], 3) == (3, 5, 3)
-    assert shown[0, 0].tolist() == [255, 128, 0]
+    pixels = np.asarray(Image.open(io.BytesIO(content)))
+    assert pixels.shape == (first["height"], first["width"], 3) == (3, 5, 3)
+    assert pixels[0, 0].tolist() == [255, 128, 0]
     assert {path.parent for path in run_dir.rglob("*.png")} == {run_dir / "media"}
     for table in events(run_dir, "table"):
         assert table["columns"] == ["number", "loss"]
@@ -110,38 +110,38 @@ def test_the_first_image_and_table_of_a_record_are_kept(place: Place) -> None:
         return
     from instar.extensions.board.sections import page_sections
 
-    found = {each.get("title"): each for each in page_sections("results", record)}
-    assert found["Images"]["items"][0]["src"].startswith("data:image/png;base64,")
+    sections = {section.get("title"): section for section in page_sections("results", record)}
+    assert sections["Images"]["items"][0]["src"].startswith("data:image/png;base64,")
     last = max(e["step"] for e in events(run_dir, "table") if e["split"] == "val")
-    assert found[f"worst (val), step {last}"]["heads"] == ["number", "loss"]
+    assert sections[f"worst (val), step {last}"]["heads"] == ["number", "loss"]
 
 
 @pytest.mark.parametrize("shape", [(4, 3), (4, 3, 1), (4, 3, 3), (4, 3, 4)])
 @pytest.mark.parametrize("dtype", ["u1", "f4", "f8", "?"])
 def test_an_image_is_read_back_as_it_was(shape: tuple[int, ...], dtype: str) -> None:
-    drawn: NDArray[Any] = np.random.default_rng(0).integers(0, 256, shape)
-    drawn = drawn > 99 if dtype == "?" else drawn / 255 if dtype[0] == "f" else drawn
-    pixels = to_pixels("x", drawn.astype(dtype))
-    wanted = np.rint(drawn.astype(float) * (1 if dtype == "u1" else 255))
-    shown = np.asarray(Image.open(io.BytesIO(to_png(pixels))))
-    np.testing.assert_array_equal(shown.reshape(shape), wanted)
+    image: NDArray[Any] = np.random.default_rng(0).integers(0, 256, shape)
+    image = image > 99 if dtype == "?" else image / 255 if dtype[0] == "f" else image
+    pixels = to_pixels("x", image.astype(dtype))
+    expected = np.rint(image.astype(float) * (1 if dtype == "u1" else 255))
+    actual = np.asarray(Image.open(io.BytesIO(to_png(pixels))))
+    np.testing.assert_array_equal(actual.reshape(shape), expected)
 
 
 @pytest.mark.parametrize("channels", [1, 3, 4])
 @pytest.mark.parametrize("dtype", ["uint8", "float32", "float16", "bfloat16"])
 def test_channels_may_come_first_as_in_torch(channels: int, dtype: str) -> None:
-    drawn = torch.randint(0, 256, (channels, 5, 7), generator=torch.Generator().manual_seed(1))
-    image = drawn.to(torch.uint8) if dtype == "uint8" else (drawn / 255).to(getattr(torch, dtype))
-    wanted = drawn.numpy() if dtype == "uint8" else np.rint(255 * image.double().numpy())
-    for given in (image, image.requires_grad_() if dtype != "uint8" else image):
-        np.testing.assert_array_equal(to_pixels("x", given), wanted.transpose(1, 2, 0))
+    values = torch.randint(0, 256, (channels, 5, 7), generator=torch.Generator().manual_seed(1))
+    image = values.to(torch.uint8) if dtype == "uint8" else (values / 255).to(getattr(torch, dtype))
+    expected = values.numpy() if dtype == "uint8" else np.rint(255 * image.double().numpy())
+    for tensor in (image, image.requires_grad_() if dtype != "uint8" else image):
+        np.testing.assert_array_equal(to_pixels("x", tensor), expected.transpose(1, 2, 0))
     last = to_pixels("x", image.permute(1, 2, 0))
-    np.testing.assert_array_equal(last, wanted.transpose(1, 2, 0))
+    np.testing.assert_array_equal(last, expected.transpose(1, 2, 0))
 
 
 def test_where_both_layouts_fit_channels_are_last() -> None:
-    drawn = np.random.default_rng(0).integers(0, 256, (3, 9, 4)).astype("u1")
-    np.testing.assert_array_equal(to_pixels("x", drawn), drawn)
+    image = np.random.default_rng(0).integers(0, 256, (3, 9, 4)).astype("u1")
+    np.testing.assert_array_equal(to_pixels("x", image), image)
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "RGB", "RGBA", "P", "LA", "CMYK", "I;16", "F"])
@@ -149,8 +149,8 @@ def test_images_of_pil_look_as_they_do(mode: str) -> None:
     colors = np.random.default_rng(0).integers(0, 256, (6, 5, 3)).astype("u1")
     image = Image.fromarray(colors).convert("L" if mode == "I;16" else mode)
     image = image.convert("I").convert("I;16") if mode == "I;16" else image
-    shown = Image.open(io.BytesIO(to_png(to_pixels("x", image)))).convert("RGBA")
-    np.testing.assert_array_equal(np.asarray(shown), np.asarray(image.convert("RGBA")))
+    actual = Image.open(io.BytesIO(to_png(to_pixels("x", image)))).convert("RGBA")
+    np.testing.assert_array_equal(np.asarray(actual), np.asarray(image.convert("RGBA")))
 
 
 @pytest.mark.parametrize("window", [True, False])
@@ -168,10 +168,10 @@ def test_a_figure_of_matplotlib_is_drawn_and_stays_open(window: bool) -> None:
     if window:
         assert pyplot.fignum_exists(figure.number)
         pyplot.close(figure)
-    logged = Logged(ALONE)
-    with recording(logged):
+    log_state = Logged(ALONE)
+    with recording(log_state):
         log_image("drawn", figure)
-    np.testing.assert_array_equal(logged.images["drawn"], pixels)
+    np.testing.assert_array_equal(log_state.images["drawn"], pixels)
 
 
 WRONG = {
@@ -186,9 +186,9 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_no_image_is_refused(case: str) -> None:
-    given, message = WRONG[case]
+    value, message = WRONG[case]
     with pytest.raises(ValueError, match=r"log_image\('x'\)") as caught:
-        to_pixels("x", given)
+        to_pixels("x", value)
     assert message in str(caught.value)
 
 
@@ -222,8 +222,8 @@ def test_names_that_could_be_mistaken_are_refused(name: str) -> None:
 
 
 def test_numbers_are_reduced_as_asked() -> None:
-    logged = Logged(ALONE)
-    with recording(logged):
+    log_state = Logged(ALONE)
+    with recording(log_state):
         with weighted(3):
             log("mean", 1.0)
         with weighted(1):
@@ -242,27 +242,27 @@ def test_numbers_are_reduced_as_asked() -> None:
         with pytest.raises(ValueError, match="the same in each call"):
             log("top", 1, reduce="min")
     log("elsewhere", 1.0)
-    found = logged.numbers()
-    assert math.isnan(found.pop("low"))
-    assert found == {"mean": 2.0, "each": 3.0, "top": 7.0, "last": 2.0} | {
+    numbers = log_state.numbers()
+    assert math.isnan(numbers.pop("low"))
+    assert numbers == {"mean": 2.0, "each": 3.0, "top": 7.0, "last": 2.0} | {
         "vast": math.inf,
         "even": 1e308,
     }
-    again = Logged(ALONE)
-    again.restore([json.loads(json.dumps(logged.state()))])
-    assert {n: v for n, v in again.numbers().items() if n != "low"} == found
+    restored_state = Logged(ALONE)
+    restored_state.restore([json.loads(json.dumps(log_state.state()))])
+    assert {n: v for n, v in restored_state.numbers().items() if n != "low"} == numbers
 
 
 def test_the_last_value_is_that_of_rank_0_after_a_change_of_ranks() -> None:
     states = []
     for value in (1.0, 99.0):
-        logged = Logged(ALONE)
-        with recording(logged):
+        log_state = Logged(ALONE)
+        with recording(log_state):
             log("last", value, reduce="last")
-        states.append(json.loads(json.dumps(logged.state())))
-    again = Logged(ALONE)
-    again.restore(states)
-    assert again.numbers() == {"last": 1.0}
+        states.append(json.loads(json.dumps(log_state.state())))
+    restored_state = Logged(ALONE)
+    restored_state.restore(states)
+    assert restored_state.numbers() == {"last": 1.0}
 
 
 def test_a_record_cannot_name_other_files(tmp_path: Path) -> None:

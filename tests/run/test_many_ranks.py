@@ -51,8 +51,8 @@ def test_one_two_or_four_ranks_are_one_run(
     """Uneven division, and a partial last batch with fewer samples than ranks."""
     keys = ["model.context=64", "train.batch_size=13", "train.gradient_accumulation_steps=1"]
     keys += ["train.until=[20it]", "eval.eval_interval=10", "optimizer.lr=3e-3"]
-    prepared = preflight(config(*keys), 4)
-    _, order = prepared.spec.task(prepared.config).train_samples()
+    prepared_run = preflight(config(*keys), 4)
+    _, order = prepared_run.spec.task(prepared_run.config).train_samples()
     cursor, counts = 0, []
     for _ in range(20):
         counts.append(plan_step(cursor, order.samples_per_epoch, 13).count)
@@ -104,8 +104,8 @@ def test_a_static_graph_gives_the_same_curve(
     curves = []
     for static in ("false", "true"):
         run_dir = tmp_path / f"static-{static}"
-        wrapped = f"parallel.ddp.static_graph={static}"
-        children = place.train(run_dir, *keys, wrapped, ranks=ranks)
+        static_graph = f"parallel.ddp.static_graph={static}"
+        children = place.train(run_dir, *keys, static_graph, ranks=ranks)
         assert tiny_run.codes(children) == [0] * ranks, tiny_run.output_of(children)
         curves.append(curve(run_dir))
     assert curves[1][0] == pytest.approx(curves[0][0], rel=1e-5)
@@ -121,8 +121,8 @@ def test_ctrl_c_in_training_stops_all_at_the_same_step_and_the_run_goes_on(
     run = start_instar(path, "--nproc", str(ranks), run_dir=run_dir)
     run.wait_for(r"^ +3 .*loss")
     run.interrupt()
-    said = run.finish(75)
-    assert said.splitlines()[-1] == f"resume with: instar resume {run_dir}"
+    output = run.finish(75)
+    assert output.splitlines()[-1] == f"resume with: instar resume {run_dir}"
     steps = {last_step(run_dir, rank) for rank in range(ranks)}
     assert len(steps) == 1
     stops = [e for e in read_events(run_dir / "events.jsonl") if isinstance(e, Stop)]
@@ -143,8 +143,8 @@ def test_ctrl_c_in_an_evaluation_stops_all(
     run = start_instar(path, "--nproc", str(ranks), run_dir=run_dir)
     run.wait_for(r"^run ")
     run.interrupt()
-    said = run.finish(75)
-    assert said.splitlines()[-1] == f"resume with: instar resume {run_dir}"
+    output = run.finish(75)
+    assert output.splitlines()[-1] == f"resume with: instar resume {run_dir}"
     assert curve(run_dir) == ([], [])
 
 
@@ -161,8 +161,8 @@ def test_ctrl_c_at_start_up_leaves_nothing_behind(
     run = start_instar(cfg(), "--nproc", ranks, *data, run_dir=run_dir, command=INSTALLED)
     run.wait_for(moment)
     run.interrupt()
-    said = run.finish(130)
-    assert re.search("start again with|starts again", said.splitlines()[-1])
+    output = run.finish(130)
+    assert re.search("start again with|starts again", output.splitlines()[-1])
     assert not run_dir.exists()
     assert not (tmp_path / "tokens").exists()
 
@@ -172,9 +172,9 @@ def test_a_rank_that_cannot_read_ends_all_by_name(cfg: Callable[..., Path], tmp_
     path = cfg("train.until=[100000it]", "learning_rate.lr_decay_iters=100000")
     script = Path(__file__).parents[1] / "support" / "rank_1_cannot_read.py"
     run = start_instar(path, run_dir=run_dir, command=[forks().python, script])
-    said = run.finish(4)
-    assert re.search(r"rank 1 failed at step 6: OSError: the disk is gone", said)
-    assert "last lines of" in said
+    output = run.finish(4)
+    assert re.search(r"rank 1 failed at step 6: OSError: the disk is gone", output)
+    assert "last lines of" in output
     other = (run_dir / "logs" / "rank_0.log").read_text(encoding="utf-8")
     assert "rank 1 failed while in step 6: OSError: the disk is gone" in other
     assert "step 5: loss" in other

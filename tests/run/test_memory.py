@@ -46,7 +46,7 @@ class Measured(NamedTuple):
     at_end: Mapping[str, int]
     """at its end"""
     forecast: RankMemory
-    grown: RankMemory
+    after_growth: RankMemory
     largest: int
     """of the tensors of the grown model, twice that of the tensors before"""
 
@@ -55,7 +55,7 @@ Measure = Callable[[tuple[Strategy, int]], Measured]
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Measure:
+def measure_way(tmp_path_factory: pytest.TempPathFactory) -> Measure:
     """Runs one of `WAYS`, once."""
     place = tmp_path_factory.mktemp("measured")
     (place / "squares.txt").write_text(tiny_run.TEXT, encoding="utf-8")
@@ -66,19 +66,24 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measure:
     def measure(way: tuple[Strategy, int]) -> Measured:
         strategy, ranks = way
         keys = [*text, *WAYS[way]]
-        loaded = load_config(str(place / "run.yaml"), keys)
-        prepare_run_data(loaded, 1, lambda _: None)
+        loaded_config = load_config(str(place / "run.yaml"), keys)
+        prepare_run_data(loaded_config, 1, lambda _: None)
         argv = (str(place), name := f"{strategy}-{ranks}", keys)
         children = children_as_ranks(science.forks(), ranks, "peaks:run", *argv, place=place)
         assert tiny_run.codes(children) == [0] * ranks, tiny_run.output_of(children)
-        each = [json.loads((place / f"{name}-{rank}.json").read_text()) for rank in range(ranks)]
+        peaks_by_rank = [
+            json.loads((place / f"{name}-{rank}.json").read_text()) for rank in range(ranks)
+        ]
         highest, at_end = (
-            {moment: max(one[of][moment] for one in each) for moment in each[0][of]}
+            {
+                moment: max(peaks[of][moment] for peaks in peaks_by_rank)
+                for moment in peaks_by_rank[0][of]
+            }
             for of in ("highest", "at_end")
         )
-        first, grown = preflight(loaded, ranks).forecast.stages
+        small, large = preflight(loaded_config, ranks).forecast.stages
         return Measured(
-            highest, at_end, first.memory[strategy], grown.memory[strategy], largest(grown)
+            highest, at_end, small.memory[strategy], large.memory[strategy], largest(large)
         )
 
     return measure
@@ -91,49 +96,47 @@ def largest(stage: Stage) -> int:
 
 @parametrize_first("way", WAYS, first=1, ids=lambda way: f"{way[0]}-{way[1]}")
 def test_a_rank_has_the_weights_gradients_and_moments_that_were_forecast(
-    measured: Measure, way: tuple[Strategy, int]
+    measure_way: Measure, way: tuple[Strategy, int]
 ) -> None:
     """When the gradients are reduced, nothing else of a step is left."""
-    found = measured(way)
-    assert found.at_end["gradients"] == pytest.approx(found.forecast.kept_bytes, rel=0.15)
+    actual = measure_way(way)
+    assert actual.at_end["gradients"] == pytest.approx(actual.forecast.kept_bytes, rel=0.15)
 
 
 def test_four_ranks_that_share_a_model_have_a_quarter_each(
-    measured: Measure,
+    measure_way: Measure,
 ) -> None:
-    whole, sharded = measured(("ddp", 4)), measured(("fsdp", 4))
-    assert sharded.at_end["gradients"] <= 0.30 * whole.at_end["gradients"]
-    assert sharded.at_end["step"] <= 0.30 * whole.at_end["step"], (
-        "gradients held between steps included"
-    )
+    ddp, fsdp = measure_way(("ddp", 4)), measure_way(("fsdp", 4))
+    assert fsdp.at_end["gradients"] <= 0.30 * ddp.at_end["gradients"]
+    assert fsdp.at_end["step"] <= 0.30 * ddp.at_end["step"], "gradients held between steps included"
 
 
 @parametrize_first("way", WAYS, first=2, ids=lambda way: f"{way[0]}-{way[1]}")
-def test_a_step_stays_below_its_forecast(measured: Measure, way: tuple[Strategy, int]) -> None:
+def test_a_step_stays_below_its_forecast(measure_way: Measure, way: tuple[Strategy, int]) -> None:
     """Which adds parts up that do not all have their peak at once."""
-    found = measured(way)
-    assert 0.6 <= found.highest["step"] / sum(found.forecast.step.values()) <= 1.05
+    actual = measure_way(way)
+    assert 0.6 <= actual.highest["step"] / sum(actual.forecast.step.values()) <= 1.05
 
 
 @parametrize_first("way", WAYS, first=2, ids=lambda way: f"{way[0]}-{way[1]}")
-def test_growth_stays_below_its_forecast(measured: Measure, way: tuple[Strategy, int]) -> None:
+def test_growth_stays_below_its_forecast(measure_way: Measure, way: tuple[Strategy, int]) -> None:
     """Until the proof, both models are all that a rank has of them, and one tensor that is grown."""
-    found = measured(way)
-    peak = max(found.highest["growth"], found.highest["proof"])
-    assert 0.75 <= peak / found.grown.growth <= 1.05
+    actual = measure_way(way)
+    peak = max(actual.highest["growth"], actual.highest["proof"])
+    assert 0.75 <= peak / actual.after_growth.growth <= 1.05
     if way[0] != "ddp":
         old, new = (
             sum(model.step[part] for part in ("weights", "optimizer"))
-            for model in (found.forecast, found.grown)
+            for model in (actual.forecast, actual.after_growth)
         )
         # the tensor that is read, and what is made of it, are whole
-        assert old + new <= found.highest["growth"] <= 1.01 * (old + new) + 2.5 * found.largest
-        assert found.at_end["growth"] == pytest.approx(new, rel=0.05), "the old model is gone"
+        assert old + new <= actual.highest["growth"] <= 1.01 * (old + new) + 2.5 * actual.largest
+        assert actual.at_end["growth"] == pytest.approx(new, rel=0.05), "the old model is gone"
 
 
 @parametrize_first("ranks", [4, 2], first=1)
-def test_a_sharded_model_is_never_built_whole(measured: Measure, ranks: int) -> None:
-    found = measured(("fsdp", ranks))
-    weights = found.forecast.step["weights"]
+def test_a_sharded_model_is_never_built_whole(measure_way: Measure, ranks: int) -> None:
+    actual = measure_way(("fsdp", ranks))
+    weights = actual.forecast.step["weights"]
     messages = 16 << 10  # of ranks that agree; how many are in memory at once depends on the moment
-    assert weights <= found.highest["start"] <= 1.02 * weights + found.largest / 2 + messages
+    assert weights <= actual.highest["start"] <= 1.02 * weights + actual.largest / 2 + messages

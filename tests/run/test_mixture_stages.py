@@ -56,7 +56,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def mixed(folder: Path, *keys: str) -> list[str]:
+def mixture_settings(folder: Path, *keys: str) -> list[str]:
     parts = [
         {"source": str(folder / f"{name}.txt"), "name": name, "weight": weight}
         for name, weight in zip(("squares", "code", "words"), WEIGHTS[0], strict=True)
@@ -73,7 +73,7 @@ def mixed(folder: Path, *keys: str) -> list[str]:
     ]
 
 
-def scheduled() -> str:
+def schedule_setting() -> str:
     return f"schedule={json.dumps(SCHEDULE)}"
 
 
@@ -98,13 +98,17 @@ def test_shares_are_exact_in_every_prefix_of_every_stage_and_parts_go_on_in_thei
     monkeypatch.setattr(mixture.Concatenated, "read", reading)
     monkeypatch.setattr(mixture.Mixed, "at_stage", at_stage)
     run = trainer(
-        *mixed(
-            sources, scheduled(), "data.prefetch=false", "eval.eval_iters=1", "eval.at_start=false"
+        *mixture_settings(
+            sources,
+            schedule_setting(),
+            "data.prefetch=false",
+            "eval.eval_iters=1",
+            "eval.at_start=false",
         )
     )
     run.train()
     begin, step = 0, 0
-    drawn = np.zeros(3, dtype=int)
+    counts = np.zeros(3, dtype=int)
     assert len(read) >= sum(BATCHES)
     for number, (weights, end) in enumerate(zip(WEIGHTS, ENDS, strict=True)):
         length = sum(BATCHES[step:end])
@@ -116,15 +120,15 @@ def test_shares_are_exact_in_every_prefix_of_every_stage_and_parts_go_on_in_thei
             count = np.cumsum(parts == part)
             assert np.abs(count - prefix * weight / sum(weights)).max() < 1, (number, part)
         if number == 3:
-            drawn[:] = 0  # samples of another length are in another order
+            counts[:] = 0  # samples of another length are in another order
         order = orders[-1] if number >= 3 else orders[0]
         for part in range(3):
-            own = (stage[parts == part] - offsets[part]).tolist()
+            actual = (stage[parts == part] - offsets[part]).tolist()
             part_order = order.parts[part].order
             n = part_order.samples_per_epoch
-            whole = [i for e in range(200) for i in part_order.indices(e, 0, n).tolist()]
-            assert own == whole[drawn[part] : drawn[part] + len(own)], (number, part)
-            drawn[part] += len(own)
+            part_samples = [i for e in range(200) for i in part_order.indices(e, 0, n).tolist()]
+            assert actual == part_samples[counts[part] : counts[part] + len(actual)], (number, part)
+            counts[part] += len(actual)
         begin, step = begin + length, end
     assert run.state.progress.samples == sum(BATCHES)
 
@@ -132,12 +136,12 @@ def test_shares_are_exact_in_every_prefix_of_every_stage_and_parts_go_on_in_thei
 def test_a_killed_run_draws_the_same_samples(
     trainer: Callable[..., Trainer], sources: Path, tmp_path: Path
 ) -> None:
-    whole = trainer(*mixed(sources, scheduled()), name="whole")
-    whole.train()
+    full_run = trainer(*mixture_settings(sources, schedule_setting()), name="whole")
+    full_run.train()
     losses = [e.loss for e in read_events(tmp_path / "whole.jsonl") if isinstance(e, Train)]
     assert len(losses) == 14
     for killed_at in (2, 4, 7, 10, 12):
-        first = trainer(*mixed(sources, scheduled()), name=f"first-{killed_at}")
+        first = trainer(*mixture_settings(sources, schedule_setting()), name=f"first-{killed_at}")
 
         def kill(run: Trainer = first, at: int = killed_at) -> Any:
             if run.state.step == at:
@@ -148,7 +152,7 @@ def test_a_killed_run_draws_the_same_samples(
         with pytest.raises(KeyboardInterrupt):
             first.train()
         first.parts.saver.finish()
-        second = trainer(*mixed(sources, scheduled()), name=f"second-{killed_at}")
+        second = trainer(*mixture_settings(sources, schedule_setting()), name=f"second-{killed_at}")
         restore(second, load_checkpoint(latest_checkpoint(first.parts.saver.root)))
         second.train()
         events = read_events(tmp_path / f"second-{killed_at}.jsonl")
@@ -160,7 +164,7 @@ def test_a_killed_run_draws_the_same_samples(
 def test_a_checkpoint_from_before_turns_were_even_goes_on_in_its_order(
     trainer: Callable[..., Trainer], sources: Path
 ) -> None:
-    run = trainer(*mixed(sources), name="old")
+    run = trainer(*mixture_settings(sources), name="old")
     run.step()
     run.save("now")
     run.parts.saver.finish()
@@ -168,7 +172,7 @@ def test_a_checkpoint_from_before_turns_were_even_goes_on_in_its_order(
     course = dict(checkpoint.state["course"])
     assert course.pop("mixture") == {"weights": [2.0, 1.0, 1.0], "drawn": [0, 0, 0]}
     checkpoint.state["course"] = course  # type: ignore[index]
-    later = trainer(*mixed(sources), name="later")
+    later = trainer(*mixture_settings(sources), name="later")
     restore(later, checkpoint)
     assert later.state.phase.mixture is None
     later.train()
@@ -194,9 +198,11 @@ def test_any_number_of_ranks_draws_the_same_samples(
     for number, more in ((1, ()), (ranks, ("data.strategy=dispatched",))):
         folder = tmp_path / str(number)
         folder.mkdir()
-        loaded = config_in(folder, *mixed(sources, scheduled(), *keys, *more))
+        loaded_config = config_in(
+            folder, *mixture_settings(sources, schedule_setting(), *keys, *more)
+        )
         path = folder / "run.yaml"
-        path.write_text(loaded.to_yaml(origin=False), encoding="utf-8")
+        path.write_text(loaded_config.to_yaml(origin=False), encoding="utf-8")
         place = ("--set", f"record.run_dir={folder / 'run'}")
         run_ranks(number, folder, "train", path, *place, "--until", "7it")
         run_ranks(number, folder, "resume", folder / "run", "--until", "14it")
@@ -212,13 +218,15 @@ def test_a_resume_with_other_weights_is_as_an_operation(
     """And one with other parts is refused, as none of them goes on where it was."""
     change = {"name": "set_mixture", "value": {"squares": 1, "code": 3, "words": 2}}
     entry = f"schedule={json.dumps([{**change, 'when': {'at_step': 4}}])}"
-    parts = json.loads(mixed(sources)[1].partition("=")[2])
+    parts = json.loads(mixture_settings(sources)[1].partition("=")[2])
     other = [{**part, "weight": w} for part, w in zip(parts, (1, 3, 2), strict=True)]
     sets = ("--allow", "data", "--set", f"data.mixture={json.dumps(other)}", "--until", "8it")
     curves = []
     for name, keys, more in (("whole", (entry,), ()), ("resumed", (), sets)):
         path = tmp_path / f"{name}.yaml"
-        path.write_text(config_in(tmp_path, *mixed(sources, *keys)).to_yaml(origin=False))
+        path.write_text(
+            config_in(tmp_path, *mixture_settings(sources, *keys)).to_yaml(origin=False)
+        )
         run = tmp_path / name
         until = "4it" if more else "8it"
         run_ranks(1, tmp_path, "train", path, "--until", until, "--set", f"record.run_dir={run}")
@@ -233,14 +241,14 @@ def test_a_resume_with_other_weights_is_as_an_operation(
 
 def test_the_forecast_knows_the_stages(
     trainer: Callable[..., Trainer],
-    prepared: Callable[..., Prepared],
+    prepare_run: Callable[..., Prepared],
     sources: Path,
     tmp_path: Path,
 ) -> None:
-    ready = prepared(*mixed(sources, scheduled()))
+    ready = prepare_run(*mixture_settings(sources, schedule_setting()))
     stages = [stage.settings.mixture for stage in ready.forecast.stages]
     assert stages[-1] == (0.0, 0.0, 1.0)
-    run = trainer(*mixed(sources, scheduled()), name="run")
+    run = trainer(*mixture_settings(sources, schedule_setting()), name="run")
     run.train()
     assert ready.forecast.early is not None
     assert run.state.progress.samples == ready.forecast.early.samples
@@ -263,15 +271,15 @@ def test_the_forecast_knows_the_stages(
     ],
 )
 def test_other_mixtures_are_refused(
-    prepared: Callable[..., Prepared],
+    prepare_run: Callable[..., Prepared],
     sources: Path,
     value: Any,
     keys: tuple[str, ...],
     message: str,
 ) -> None:
     entry = json.dumps([{"name": "set_mixture", "value": value, "when": {"at_step": 1}}])
-    options = mixed(sources, f"schedule={entry}", *keys)
+    options = mixture_settings(sources, f"schedule={entry}", *keys)
     if keys:
         options = [f"schedule={entry}"]
     with pytest.raises((ConfigError, ValueError), match=message):
-        prepared(*options)
+        prepare_run(*options)

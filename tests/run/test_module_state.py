@@ -38,15 +38,18 @@ def running(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
-def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def same(tensors: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return tensors.keys() == other.keys() and all(
+        torch.equal(tensors[name], other[name]) for name in tensors
+    )
 
 
 def test_what_stands_in_eval_mode_stays_there(tmp_path: Path) -> None:
     with science.trainer(tmp_path / "run", "model.kind=dropout in eval") as run:
         run.train()
         modes = {
-            name: each.training for name, each in run.parts.stepper.unwrapped_model.named_modules()
+            name: module.training
+            for name, module in run.parts.stepper.unwrapped_model.named_modules()
         }
     assert modes == {"": True, "up": True, "middle": False, "down": True}
 
@@ -78,10 +81,10 @@ def test_a_skipped_step_leaves_running_statistics_as_they_were(
         before = running(run.parts.stepper.unwrapped_model)
         loss = states.States.loss
 
-        def spoilt(self: Any, model: nn.Module, batch: Any) -> Tensor:
+        def nan_loss(self: Any, model: nn.Module, batch: Any) -> Tensor:
             return loss(self, model, {**batch, "x": batch["x"] * torch.nan})
 
-        monkeypatch.setattr(states.States, "loss", spoilt)
+        monkeypatch.setattr(states.States, "loss", nan_loss)
         run.step()
         assert run.state.skipped_in_a_row == 1
         assert same(running(run.parts.stepper.unwrapped_model), before)
@@ -101,9 +104,11 @@ def test_a_step_that_a_stop_ends_leaves_running_statistics_as_they_were(
     with science.trainer(tmp_path / "run", "model.kind=batch norm") as run:
         run.step()
         before = running(run.parts.stepper.unwrapped_model)
-        whole = Stepper.step
+        original = Stepper.step
         monkeypatch.setattr(
-            Stepper, "step", lambda *args, **rest: whole(*args, **{**rest, "before_sync": stop})
+            Stepper,
+            "step",
+            lambda *args, **options: original(*args, **{**options, "before_sync": stop}),
         )
         run.step()
         assert run.state.step == 1
@@ -115,17 +120,19 @@ def test_a_checkpoint_without_buffers_says_so_when_it_is_restored(tmp_path: Path
     with science.trainer(tmp_path / "run", "model.kind=batch norm") as run:
         run.step()
         run.save("now", must=True)
-        saved = load_checkpoint(next((tmp_path / "run").rglob("step-1")))
+        checkpoint = load_checkpoint(next((tmp_path / "run").rglob("step-1")))
         model = run.parts.task.shell()
-        assert load_model_state(model, saved) == []
+        assert load_model_state(model, checkpoint) == []
         assert same(running(model), running(run.parts.stepper.unwrapped_model))
-        headers = {"model.safetensors": read_header(saved.path / "model.safetensors")}
-        assert parameter_count(saved.manifest, headers) == 4 * 6 + 2 * 6 + 7
-        file = saved.path / "model.safetensors"
-        kept = {n: t for n, t in load_file(file).items() if "running" not in n}
-        save_file(kept, file)
+        headers = {"model.safetensors": read_header(checkpoint.path / "model.safetensors")}
+        assert parameter_count(checkpoint.manifest, headers) == 4 * 6 + 2 * 6 + 7
+        file = checkpoint.path / "model.safetensors"
+        tensors = {n: t for n, t in load_file(file).items() if "running" not in n}
+        save_file(tensors, file)
         model = run.parts.task.shell()
-        (warning,) = load_model_state(model, Checkpoint(saved.path, saved.manifest, saved.state))
+        (warning,) = load_model_state(
+            model, Checkpoint(checkpoint.path, checkpoint.manifest, checkpoint.state)
+        )
         assert "without the buffers middle.running_mean, middle.running_var" in warning
         assert torch.equal(model.get_buffer("middle.running_mean"), torch.zeros(6))
 
@@ -133,7 +140,7 @@ def test_a_checkpoint_without_buffers_says_so_when_it_is_restored(tmp_path: Path
 GROWTH = '[{"name": "widen", "value": {"axis": "hidden", "size": 9}, "when": {"at_step": 2}}]'
 
 
-def grown(run: Trainer) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def buffers_around_growth(run: Trainer) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Buffers just before the second step's growth, and after it."""
     run.step()
     run.step()
@@ -144,7 +151,7 @@ def grown(run: Trainer) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 def test_running_statistics_follow_the_axis_that_is_widened(tmp_path: Path) -> None:
     with science.trainer(tmp_path / "run", "model.kind=batch norm", f"schedule={GROWTH}") as run:
-        before, after = grown(run)
+        before, after = buffers_around_growth(run)
         assert run.state.history[0].operation.name == "widen"
     assert after["middle.num_batches_tracked"] == before["middle.num_batches_tracked"] == 4
     for name, new in (("middle.running_mean", 0.0), ("middle.running_var", 1.0)):
@@ -156,7 +163,7 @@ def test_copies_of_units_take_their_statistics_along(tmp_path: Path) -> None:
     schedule[0]["how"] = "split"
     text = f"schedule={json.dumps(schedule)}"
     with science.trainer(tmp_path / "run", "model.kind=batch norm", text) as run:
-        before, after = grown(run)
+        before, after = buffers_around_growth(run)
         assert len(run.state.history) == 1
     for name in ("middle.running_mean", "middle.running_var"):
         assert torch.equal(after[name], torch.cat([before[name], before[name][:3]]))
@@ -174,9 +181,9 @@ def test_rounding_is_judged_in_float64_with_the_samples_and_the_buffers(
         caplog.at_level(logging.INFO, "instar.run.changes.live_growth"),
         science.trainer(tmp_path / "run", f"model.kind={kind}", text) as run,
     ):
-        grown(run)
+        buffers_around_growth(run)
         assert [change.operation.name for change in run.state.history] == ["widen"]
-    assert not [each for each in caplog.records if each.name == "instar.run.changes.live_growth"]
+    assert not [entry for entry in caplog.records if entry.name == "instar.run.changes.live_growth"]
 
 
 def weights(run: Trainer) -> dict[str, Tensor]:
@@ -188,12 +195,12 @@ def test_what_the_module_froze_is_not_trained_until_somebody_says_so(tmp_path: P
     schedule.append({"name": "unfreeze", "value": "up.bias", "when": {"at_step": 3}})
     text = f"schedule={json.dumps(schedule)}"
     with science.trainer(tmp_path / "run", "model.kind=frozen", text) as run:
-        begun = weights(run)
+        before = weights(run)
         run.step()
         run.step()
         after = weights(run)
-        moved = [name for name in begun if not torch.equal(begun[name], after[name])]
-        assert moved == ["down.weight", "down.bias"]
+        changes = [name for name in before if not torch.equal(before[name], after[name])]
+        assert changes == ["down.weight", "down.bias"]
         assert not [key for key in run.parts.stepper.optimizers[0].state if key.shape == (6, 3)]
         change_if_due(run)
         assert run.parts.stepper.unwrapped_model.get_parameter("up.weight").shape == (9, 3)
@@ -229,12 +236,12 @@ def test_growth_that_would_change_a_buffer_nobody_named_is_refused_before_the_st
         table.linear("down", "outputs", "hidden")
 
     monkeypatch.setattr(states.Axes, "table", without)
-    loaded = load_config(
+    loaded_config = load_config(
         str(tmp_path / "run.yaml"),
         ["model.kind=running", f"schedule={GROWTH}", f"record.run_dir={tmp_path / 'x'}"],
     )
     with pytest.raises(ConfigError) as caught:
-        preflight(loaded, 1)
+        preflight(loaded_config, 1)
     assert "the buffer middle.mean would change from [6] to [9]" in str(caught.value)
 
 
@@ -243,16 +250,16 @@ def test_a_table_that_names_a_buffer_wrongly_is_refused(
 ) -> None:
     table = states.Axes.table
 
-    def wrong(self: states.Axes, told: Any) -> None:
-        table(self, told)
-        told.buffer("middle.scratch", "hidden")
+    def wrong(self: states.Axes, axes_table: Any) -> None:
+        table(self, axes_table)
+        axes_table.buffer("middle.scratch", "hidden")
 
     monkeypatch.setattr(states.Axes, "table", wrong)
-    loaded = load_config(
+    loaded_config = load_config(
         str(tmp_path / "run.yaml"), ["model.kind=running", f"record.run_dir={tmp_path / 'x'}"]
     )
     with pytest.raises(ConfigError) as caught:
-        preflight(loaded, 1)
+        preflight(loaded_config, 1)
     assert "the buffer middle.scratch is 6, and in the model it is not there" in str(caught.value)
 
 
@@ -271,7 +278,7 @@ def test_a_module_that_indexes_has_the_same_gradients_every_time(tmp_path: Path)
     with science.trainer(tmp_path / "run"):
         torch.set_num_threads(4)
         try:
-            first, *others = (grad() for _ in range(5))
+            first, *repeats = (grad() for _ in range(5))
         finally:
             torch.set_num_threads(threads)
-    assert all(torch.equal(first, other) for other in others)
+    assert all(torch.equal(first, other) for other in repeats)

@@ -17,22 +17,22 @@ def matrices() -> list[Parameter]:
 
 
 def test_it_makes_the_updates_of_torchs_muon() -> None:
-    ours, theirs = matrices(), matrices()
-    group = {"params": ours, "weight_decay": 0.1}
-    one = BatchedMuon([group], momentum=0.9, ns_steps=5)
-    other = torch.optim.Muon(theirs, lr=0.02, momentum=0.9, weight_decay=0.1)
-    one.param_groups[0]["lr"] = 0.02
+    actual, expected = matrices(), matrices()
+    group = {"params": actual, "weight_decay": 0.1}
+    muon = BatchedMuon([group], momentum=0.9, ns_steps=5)
+    reference = torch.optim.Muon(expected, lr=0.02, momentum=0.9, weight_decay=0.1)
+    muon.param_groups[0]["lr"] = 0.02
     generator = torch.Generator().manual_seed(1)
     for _ in range(5):
-        for a, b in zip(ours, theirs, strict=True):
+        for a, b in zip(actual, expected, strict=True):
             a.grad = torch.randn(a.shape, generator=generator)
             b.grad = a.grad.clone()
-        one.step()
-        other.step()
-    for a, b in zip(ours, theirs, strict=True):
+        muon.step()
+        reference.step()
+    for a, b in zip(actual, expected, strict=True):
         # bfloat16 has three digits; the order of its roundings differs in a batch
         torch.testing.assert_close(a, b, rtol=0, atol=2e-3)
-        assert torch.equal(one.state[a]["momentum_buffer"], other.state[b]["momentum_buffer"])
+        assert torch.equal(muon.state[a]["momentum_buffer"], reference.state[b]["momentum_buffer"])
 
 
 @pytest.mark.parametrize(
@@ -53,23 +53,26 @@ def test_singular_values_come_close_to_one(
 def test_a_batch_of_matrices_is_updated_as_each_alone() -> None:
     """Also where other matrices have the same shape, or its transpose."""
     generator = torch.Generator().manual_seed(0)
-    stacked = [
+    stacks = [
         torch.randn(3, 64, 16, generator=generator),
         torch.randn(3, 16, 64, generator=generator),
     ]
-    gradients = [torch.randn(each.shape, generator=generator) for each in stacked]
-    together = [Parameter(each.clone()) for each in stacked]
-    alone = [Parameter(matrix.clone()) for each in stacked for matrix in each]
-    for parameters, given in ((together, gradients), (alone, [m for g in gradients for m in g])):
+    gradients = [torch.randn(stack.shape, generator=generator) for stack in stacks]
+    batches = [Parameter(stack.clone()) for stack in stacks]
+    expected = [Parameter(matrix.clone()) for stack in stacks for matrix in stack]
+    for parameters, their_gradients in (
+        (batches, gradients),
+        (expected, [m for g in gradients for m in g]),
+    ):
         optimizer = BatchedMuon(
             [{"params": parameters, "weight_decay": 0.1}], momentum=0.9, ns_steps=5
         )
         optimizer.param_groups[0]["lr"] = 0.02
-        for parameter, gradient in zip(parameters, given, strict=True):
+        for parameter, gradient in zip(parameters, their_gradients, strict=True):
             parameter.grad = gradient.clone()
         optimizer.step()
-    found = [matrix for each in together for matrix in each]
-    assert all(torch.equal(one, other) for one, other in zip(found, alone, strict=True))
+    actual = [matrix for stack in batches for matrix in stack]
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 def test_a_matrix_without_a_gradient_is_left_alone() -> None:
@@ -79,8 +82,8 @@ def test_a_matrix_without_a_gradient_is_left_alone() -> None:
     optimizer.param_groups[0]["lr"] = 0.1
     parameters[2].grad = torch.ones_like(parameters[2])
     optimizer.step()
-    changed = [not torch.equal(a, b) for a, b in zip(parameters, before, strict=True)]
-    assert changed == [False, False, True, False, False]
+    changes = [not torch.equal(a, b) for a, b in zip(parameters, before, strict=True)]
+    assert changes == [False, False, True, False, False]
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (9, 33), (11, 12), (1, 40), (64, 96)])
@@ -95,9 +98,9 @@ def test_no_bit_depends_on_the_number_in_a_batch(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        whole = orthogonalise(x, coefficients, 1.02)
+        full_batch = orthogonalise(x, coefficients, 1.02)
         for first, last in ((0, 1), (4, 5), (1, 3), (2, 5)):
             part = orthogonalise(x[first:last], coefficients, 1.02)
-            assert torch.equal(part, whole[first:last])
+            assert torch.equal(part, full_batch[first:last])
     finally:
         torch.set_num_threads(before)

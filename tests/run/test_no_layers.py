@@ -48,30 +48,32 @@ KEYS = (
     ids=["gpt2 with experts", "llama"],
 )
 def test_a_run_begins_without_layers_and_gets_them(
-    trainer: Make, prepared: Callable[..., Prepared], style: tuple[str, ...], tmp_path: Path
+    trainer: Make, prepare_run: Callable[..., Prepared], style: tuple[str, ...], tmp_path: Path
 ) -> None:
     keys = (*KEYS, *style)
-    told = render(prepared(*keys).forecast)
-    assert "0 layers × 32 wide" in told
-    assert "2 layers × 32 wide" in told
+    forecast_text = render(prepare_run(*keys).forecast)
+    assert "0 layers × 32 wide" in forecast_text
+    assert "2 layers × 32 wide" in forecast_text
     run = trainer(*keys, name="whole")
     while run.state.progress.step < 5:
         change_if_due(run)
         run.step()
         if run.state.progress.step in (2, 5):
             run.save("here", must=True)
-    again = trainer(*keys, name="again")
-    restore(again, load_checkpoint(latest_checkpoint(tmp_path / "whole")))
-    assert run.train().progress.step == again.train().progress.step == 8
+    continuation = trainer(*keys, name="again")
+    restore(continuation, load_checkpoint(latest_checkpoint(tmp_path / "whole")))
+    assert run.train().progress.step == continuation.train().progress.step == 8
     for name, tensor in run.parts.stepper.parameters.items():
-        assert torch.equal(tensor, again.parts.stepper.parameters[name])
+        assert torch.equal(tensor, continuation.parts.stepper.parameters[name])
     events = [*read_events(tmp_path / "whole.jsonl")]
-    (grew,) = (each for each in events if isinstance(each, OperationEvent))
+    (grew,) = (event for event in events if isinstance(event, OperationEvent))
     assert grew.preserves == "exact"
     assert grew.proof["max_logit_diff"] == 0.0
-    assert [each for each in events if isinstance(each, AnalysisEvent)]
-    assert any(each.grad_norm_new > 0 for each in events if isinstance(each, NewGradients))
-    assert not [each for each in events if isinstance(each, Warn) and "gradient" in each.message]
+    assert [event for event in events if isinstance(event, AnalysisEvent)]
+    assert any(event.grad_norm_new > 0 for event in events if isinstance(event, NewGradients))
+    assert not [
+        event for event in events if isinstance(event, Warn) and "gradient" in event.message
+    ]
     before = load_checkpoint(tmp_path / "whole" / "checkpoints" / "step-2")
     assert main(["checkpoint", "analyze", str(before.path)]) == 0
     with pytest.raises(CheckpointError, match=r"model\.n_layer: 0, but .* has at least one block"):
@@ -89,11 +91,11 @@ def test_whatever_needs_no_layer_to_copy_grows_and_is_exact(arch: object) -> Non
         operation("set_lora_rank", {"target": "all", "rank": 2}),
         operation("upcycle", 2),
     ):
-        new, made = grow_model(model, op, step=7)
-        assert proof(model, new, made).holds, op
-    adapted, _ = grow_model(model, operation("set_lora_rank", {"target": "all", "rank": 2}))
-    deeper, made = grow_model(adapted, operation("insert_layers", 1, **{"from": "normal"}))
-    assert proof(adapted, deeper, made).holds
+        new, growth = grow_model(model, op, step=7)
+        assert proof(model, new, growth).holds, op
+    lora_model, _ = grow_model(model, operation("set_lora_rank", {"target": "all", "rank": 2}))
+    deeper, growth = grow_model(lora_model, operation("insert_layers", 1, **{"from": "normal"}))
+    assert proof(lora_model, deeper, growth).holds
     assert "blocks.0.mlp.up.lora_a" in deeper.arch.parameters()
 
 

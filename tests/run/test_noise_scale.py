@@ -18,16 +18,16 @@ from instar.run.trainer import Trainer
 
 def test_estimates_have_no_bias() -> None:
     """Of samples whose gradients have a mean of length 1 and a covariance with a trace of 40."""
-    drawn = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     estimates = []
     for _ in range(2000):
-        gradients = torch.randn(32, 10, generator=drawn, dtype=torch.float64) * 2
+        gradients = torch.randn(32, 10, generator=generator, dtype=torch.float64) * 2
         gradients[:, 0] += 1
-        part, whole = (gradients[:n].mean(0).norm().item() for n in (2, 32))
-        estimates.append(NoiseScale().with_measurement(PartNorm(2, part), 32, whole))
+        part_norm, batch_norm = (gradients[:n].mean(0).norm().item() for n in (2, 32))
+        estimates.append(NoiseScale().with_measurement(PartNorm(2, part_norm), 32, batch_norm))
     share = 1 - 0.95  # of the first measurement in the average
-    trace = sum(each.trace for each in estimates) / len(estimates) / share
-    square = sum(each.square for each in estimates) / len(estimates) / share
+    trace = sum(estimate.trace for estimate in estimates) / len(estimates) / share
+    square = sum(estimate.square for estimate in estimates) / len(estimates) / share
     assert trace == pytest.approx(40, rel=0.03)
     assert square == pytest.approx(1, rel=0.08)
 
@@ -61,7 +61,7 @@ def step_of(*slices: list[int]) -> StepBatch:
 
 
 @pytest.mark.parametrize(
-    ("slices", "whole", "sizes"),
+    ("slices", "keep_size", "sizes"),
     [
         ([[32, 32]], False, [4]),
         ([[8]], False, [1]),
@@ -74,20 +74,20 @@ def step_of(*slices: list[int]) -> StepBatch:
     ],
 )
 def test_a_part_has_samples_of_every_slice(
-    slices: list[list[int]], whole: bool, sizes: list[int]
+    slices: list[list[int]], keep_size: bool, sizes: list[int]
 ) -> None:
-    part = part_of(step_of(*slices), keep_size=whole)
+    part = part_of(step_of(*slices), keep_size=keep_size)
     assert [micro.samples for micro in part.micro_batches] == sizes
     assert [micro.rank for micro in part.micro_batches] == list(range(len(slices)))
     assert part.passes == (1,) * len(slices)
-    if not whole:
+    if not keep_size:
         assert [len(micro.arrays["x"]) for micro in part.micro_batches] == [
             max(1, n) for n in sizes
         ]
 
 
-def test_small_slices_are_measured_less_often(prepared: Callable[..., Prepared]) -> None:
-    config = prepared().config
+def test_small_slices_are_measured_less_often(prepare_run: Callable[..., Prepared]) -> None:
+    config = prepare_run().config
     intervals = {batch: noise_interval(config, batch, 4) for batch in (1, 4, 6, 8, 64)}
     assert intervals == {1: None, 4: 100, 6: 67, 8: 50, 64: 50}
 
@@ -101,8 +101,8 @@ def test_it_is_the_noise_scale_of_the_samples(trainer: Callable[..., Trainer]) -
     for index in range(len(source) - 1):  # the last sample may be shorter
         batch = to_device(source.read(np.array([index])), torch.device("cpu"))
         loss = parts.task.loss_sum(parts.stepper.unwrapped_model, batch) / parts.task.context
-        each = torch.autograd.grad(loss, [*parts.stepper.parameters.values()])
-        gradients.append(torch.cat([g.flatten() for g in each]).double())
+        sample_gradients = torch.autograd.grad(loss, [*parts.stepper.parameters.values()])
+        gradients.append(torch.cat([g.flatten() for g in sample_gradients]).double())
     samples = torch.stack(gradients)
     trace = samples.var(0).sum().item()
     true = trace / (samples.mean(0).square().sum().item() - trace / len(samples))
@@ -111,10 +111,12 @@ def test_it_is_the_noise_scale_of_the_samples(trainer: Callable[..., Trainer]) -
     cursor = run.state.progress.samples
     assert parts.loader is not None
     for step in range(150):
-        taken = parts.loader.take(cursor, 32, 32, lambda: False)
-        cursor += taken.plan.count
-        result = parts.stepper.step(taken, step, 0.0, lambda: None, measures_part=True)
+        step_batch = parts.loader.take(cursor, 32, 32, lambda: False)
+        cursor += step_batch.plan.count
+        result = parts.stepper.step(step_batch, step, 0.0, lambda: None, measures_part=True)
         assert result.part is not None
-        found = NoiseScale().with_measurement(result.part, taken.plan.count, result.norm.item())
-        traces, squares = traces + found.trace, squares + found.square
+        estimate = NoiseScale().with_measurement(
+            result.part, step_batch.plan.count, result.norm.item()
+        )
+        traces, squares = traces + estimate.trace, squares + estimate.square
     assert traces / squares == pytest.approx(true, rel=0.2)

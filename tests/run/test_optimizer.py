@@ -59,7 +59,7 @@ def test_embeddings_of_transformers_models_are_not_decayed_and_all_other_matrice
     """As those of a GPT."""
     model = model_of(kind)
     modules = model.named_modules()
-    embeddings = {f"{n}.weight" for n, each in modules if isinstance(each, torch.nn.Embedding)}
+    embeddings = {f"{n}.weight" for n, module in modules if isinstance(module, torch.nn.Embedding)}
     shapes = {name: parameter.ndim for name, parameter in model.named_parameters()}
     decay = {
         n: g.weight_decay for g in group_parameters(shapes, OptimizerConfig()) for n in g.names
@@ -69,9 +69,9 @@ def test_embeddings_of_transformers_models_are_not_decayed_and_all_other_matrice
 
 
 def test_muon_takes_the_matrices_of_blocks_and_nothing_else() -> None:
-    found = groups(name="muon", no_decay=())
-    assert found["muon", 0.1] == ("blocks.0.attn.query.weight",)
-    assert found["adamw", 0.1] == ("token_embedding.weight", "head.weight")
+    names_of = groups(name="muon", no_decay=())
+    assert names_of["muon", 0.1] == ("blocks.0.attn.query.weight",)
+    assert names_of["adamw", 0.1] == ("token_embedding.weight", "head.weight")
 
 
 def test_sgd_is_torchs_and_has_no_weight_decay_unless_it_is_set() -> None:
@@ -112,18 +112,20 @@ def test_state_travels_by_name(name: str, state: str) -> None:
             optimizer.step()
 
     config = OptimizerConfig.model_validate({"name": name})
-    one = parameters()
-    ones = build_optimizers(one, config)
-    update(one, ones)
-    other = {name: Parameter(p.detach().clone()) for name, p in one.items()}
-    others = build_optimizers(other, config)
-    kept = {key: tensor.clone() for key, tensor in optimizer_tensors(ones, one).items()}
-    load_optimizer_tensors(others, other, kept)
-    update(one, ones)
-    update(other, others)
-    assert state in kept
-    for name in one:
-        assert torch.equal(one[name], other[name])
+    first = parameters()
+    first_optimizers = build_optimizers(first, config)
+    update(first, first_optimizers)
+    second = {name: Parameter(p.detach().clone()) for name, p in first.items()}
+    second_optimizers = build_optimizers(second, config)
+    tensors = {
+        key: tensor.clone() for key, tensor in optimizer_tensors(first_optimizers, first).items()
+    }
+    load_optimizer_tensors(second_optimizers, second, tensors)
+    update(first, first_optimizers)
+    update(second, second_optimizers)
+    assert state in tensors
+    for name in first:
+        assert torch.equal(first[name], second[name])
 
 
 STEPS = """
@@ -167,10 +169,10 @@ for name, make in theirs.items():
 
 def test_optimizers_are_torchs_without_the_import_of_its_compiler() -> None:
     """The import takes a third of the time to the first step."""
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-W", "error", "-c", STEPS], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
 
 
 LAYOUTS = {
@@ -192,35 +194,39 @@ def test_updates_follow_the_elements_however_they_lie_in_memory_also_with_loaded
     torch.manual_seed(0)
     lying = LAYOUTS[layout]()
     config = OptimizerConfig.model_validate({"name": name, "weight_decay": 0.1})
-    ours = Parameter(lying)
-    theirs = Parameter(lying.clone(memory_format=torch.contiguous_format))
+    actual = Parameter(lying)
+    expected = Parameter(lying.clone(memory_format=torch.contiguous_format))
     gradients = [torch.randn(lying.shape) for _ in range(4)]
     decay = 0.1 if lying.ndim > 1 else 0.0
     reference: torch.optim.Optimizer = (
         torch.optim.AdamW(
-            [theirs], lr=0.1, betas=(config.beta1, config.beta2), weight_decay=decay, foreach=False
+            [expected],
+            lr=0.1,
+            betas=(config.beta1, config.beta2),
+            weight_decay=decay,
+            foreach=False,
         )
         if name == "adamw"
         else torch.optim.SGD(
-            [theirs], lr=0.1, momentum=config.momentum, weight_decay=decay, foreach=False
+            [expected], lr=0.1, momentum=config.momentum, weight_decay=decay, foreach=False
         )
     )
     states: dict[str, torch.Tensor] = {}
     for gradient in gradients:
         # as a resumed run does at every step
-        optimizers = build_optimizers({"w": ours}, config)
+        optimizers = build_optimizers({"w": actual}, config)
         set_learning_rate(optimizers, 0.1, 0)
-        load_optimizer_tensors(optimizers, {"w": ours}, states)
-        (ours * gradient).sum().backward()
+        load_optimizer_tensors(optimizers, {"w": actual}, states)
+        (actual * gradient).sum().backward()
         optimizers[0].step()
-        ours.grad, theirs.grad = None, gradient.clone()
+        actual.grad, expected.grad = None, gradient.clone()
         reference.step()
-        held = optimizer_tensors(optimizers, {"w": ours})
+        new_states = optimizer_tensors(optimizers, {"w": actual})
         states = {
             name: tensor.clone(memory_format=torch.contiguous_format)
-            for name, tensor in held.items()
+            for name, tensor in new_states.items()
         }
-    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_an_elastic_gradient_lies_as_its_parameter_does() -> None:
@@ -237,10 +243,10 @@ def test_an_elastic_gradient_lies_as_its_parameter_does() -> None:
     strategy.accumulate(StepBatch(StepPlan(0, 0, 0, 4), micro, 1.0, (1, 1), 4), calls)
     assert model.weight.grad is not None
     assert model.weight.grad.stride() == model.weight.stride() != (16, 4, 2, 1)
-    found = model.weight.grad.clone()
+    gradient = model.weight.grad.clone()
     model.weight.grad = None
     (2 * model(torch.from_numpy(x)).square().sum()).backward()
-    torch.testing.assert_close(found, model.weight.grad)
+    torch.testing.assert_close(gradient, model.weight.grad)
 
 
 def test_a_fused_optimizer_of_ones_own_is_refused_a_view_with_gaps() -> None:

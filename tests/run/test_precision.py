@@ -81,34 +81,34 @@ LARGE = ("model.n_embd=256", "train.batch_size=16", "model.context=64")
 
 def test_auto_takes_bf16_where_it_is_faster(
     cpuinfo: Callable[[str], None],
-    prepared: Callable[..., Prepared],
+    prepare_run: Callable[..., Prepared],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def resolved(*overrides: str) -> tuple[str, str]:
-        found, reason = resolve_precision(prepared(*overrides), HERE)
-        return found.config.precision, reason
+    def resolve(*overrides: str) -> tuple[str, str]:
+        loaded_config, reason = resolve_precision(prepare_run(*overrides), HERE)
+        return loaded_config.config.precision, reason
 
     monkeypatch.setattr(rank_consistency, "measure_bf16_gain", lambda: 4.0)
     cpuinfo("flags\t: avx512_bf16")
     for preset in ("fast", "plain"):
-        assert prepared(f"preset={preset}", *LARGE).config.precision == "auto"
-        precision, reason = resolved(f"preset={preset}", *LARGE)
+        assert prepare_run(f"preset={preset}", *LARGE).config.precision == "auto"
+        precision, reason = resolve(f"preset={preset}", *LARGE)
         assert precision == "bf16"
         assert "4.0 times" in reason
-    precision, reason = resolved("preset=fast", *LARGE, "model.n_embd=32")
+    precision, reason = resolve("preset=fast", *LARGE, "model.n_embd=32")
     assert precision == "fp32"
     assert "32 × 32" in reason
-    assert resolved("precision=fp32", *LARGE) == ("fp32", "")
+    assert resolve("precision=fp32", *LARGE) == ("fp32", "")
     # units that are slower than those for float32
     monkeypatch.setattr(rank_consistency, "measure_bf16_gain", lambda: 0.6)
-    precision, reason = resolved("preset=fast", *LARGE)
+    precision, reason = resolve("preset=fast", *LARGE)
     assert precision == "fp32"
     assert "0.6 times" in reason
     cpuinfo("flags\t: avx512_vnni")
-    precision, reason = resolved("preset=fast", *LARGE)
+    precision, reason = resolve("preset=fast", *LARGE)
     assert precision == "fp32"
     assert "no bf16 units" in reason
-    assert resolved("precision=bf16", *LARGE) == ("bf16", "")
+    assert resolve("precision=bf16", *LARGE) == ("bf16", "")
 
 
 @pytest.mark.parametrize(
@@ -128,9 +128,9 @@ def test_the_gain_is_measured_with_one_thread_and_leaves_them_as_they_were() -> 
         torch.set_num_threads(1)
 
 
-def test_other_tasks_keep_fp32_unless_told(prepared: Callable[..., Prepared]) -> None:
+def test_other_tasks_keep_fp32_unless_told(prepare_run: Callable[..., Prepared]) -> None:
     assert load_config(None, ["task=causal_lm"], checks=()).config.precision == "auto"
-    spec = prepared().spec
+    spec = prepare_run().spec
     assert "task language" in TaskSpec.fp32_reason(spec, "cuda")
     assert not spec.fp32_reason("cuda")
 
@@ -138,9 +138,9 @@ def test_other_tasks_keep_fp32_unless_told(prepared: Callable[..., Prepared]) ->
 def test_a_run_that_goes_on_keeps_what_it_began_with(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("precision: bf16\n")
     going_on = Resume(RunDir(tmp_path), has_user_config=True)
-    resumed = continuation(going_on, load_config(None, ["precision=auto"]), None)
-    assert resumed.loaded_config.config.precision == "bf16"
-    assert not resumed.changes
+    continued_run = continuation(going_on, load_config(None, ["precision=auto"]), None)
+    assert continued_run.loaded_config.config.precision == "bf16"
+    assert not continued_run.changes
 
 
 @parametrize_first(("older", "expected"), [(1, "fp32"), (2, "bf16")], first=1)
@@ -165,8 +165,8 @@ def test_all_ranks_must_have_units(tmp_path: Path, older: int, expected: str) ->
     # resumed by one rank without units, it keeps its precision, and warns where that is slow
     assert tiny_run.codes(place.resume(Path("run"), "--until", "4it")) == [0]
     assert load_config(str(place.path / "run" / "run.yaml")).config.precision == expected
-    told = warnings(place.path / "run" / "events.jsonl")
-    assert any("bf16 on a processor without" in text for text in told) == (expected == "bf16")
+    messages = warnings(place.path / "run" / "events.jsonl")
+    assert any("bf16 on a processor without" in text for text in messages) == (expected == "bf16")
 
 
 def warnings(path: Path) -> list[str]:
@@ -185,8 +185,8 @@ def test_bf16_without_units_is_warned_of_with_the_figure(cfg: Path, tmp_path: Pa
     command = [forks().command, "train", str(cfg)]
     words = ["--set", "precision=bf16", "--set", f"record.run_dir={run_dir}"]
     subprocess.run([*command, *words], env=slow, check=True, capture_output=True)
-    (told,) = warnings(run_dir / "events.jsonl")
-    assert re.search(r"bf16 on a processor without bf16 units: .* [\d.]+ times as long", told)
+    (message,) = warnings(run_dir / "events.jsonl")
+    assert re.search(r"bf16 on a processor without bf16 units: .* [\d.]+ times as long", message)
 
 
 def test_the_peak_of_a_slow_type_is_that_of_fp32() -> None:
@@ -205,8 +205,8 @@ def test_no_run_uses_more_than_all_that_was_seen_to_be_possible() -> None:
 
 
 def test_a_peak_taken_on_a_busy_machine_is_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = iter((1e9, 8e9, 2e9, 4e9))
-    monkeypatch.setattr(device, "measure_peak_flops", lambda *_: next(seen))
+    peaks = iter((1e9, 8e9, 2e9, 4e9))
+    monkeypatch.setattr(device, "measure_peak_flops", lambda *_: next(peaks))
     peak = PeakFlops(CPU, "fp32", 2)
     assert peak.share(1e9) == pytest.approx(0.5)
     for _ in range(10):  # only the first three measure
@@ -235,12 +235,12 @@ HOT = (
 )
 
 
-def scaled(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+def scale_losses(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     """The losses of the task are as large as squared prices."""
     loss = science.Halves.loss
 
-    def larger(self: science.Halves, *given: Any) -> torch.Tensor:
-        return factor * loss(self, *given)
+    def larger(self: science.Halves, *arguments: Any) -> torch.Tensor:
+        return factor * loss(self, *arguments)
 
     monkeypatch.setattr(science.Halves, "loss", larger)
 
@@ -249,7 +249,7 @@ def test_fp16s_search_for_its_loss_scale_is_no_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     science.place(tmp_path)
-    scaled(monkeypatch, 3e4)
+    scale_losses(monkeypatch, 3e4)
     with science.trainer(tmp_path / "run", *HOT, "record.alerts.nan_skips=2") as run:
         run.train()
         assert run.parts.stepper.scaler.get_scale() > 1
@@ -264,7 +264,7 @@ def test_a_gradient_that_no_loss_scale_helps_ends_the_run_with_the_right_advice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     science.place(tmp_path)
-    scaled(monkeypatch, 1e12)
+    scale_losses(monkeypatch, 1e12)
     with (
         science.trainer(tmp_path / "run", *HOT) as run,
         pytest.raises(RunFailed, match="precision fp16 has no smaller loss scale than 1 to try"),

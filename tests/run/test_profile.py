@@ -22,9 +22,9 @@ SETTINGS = (
 
 
 def steps_of(trace: Path) -> int:
-    found = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
-    named = [each for each in found if each.get("name") == profile._OUTSIDE]
-    return sum(each["cat"] == "user_annotation" for each in named)
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    step_events = [event for event in events if event.get("name") == profile._OUTSIDE]
+    return sum(event["cat"] == "user_annotation" for event in step_events)
 
 
 def test_each_rank_writes_a_trace_and_no_number_changes(tmp_path: Path) -> None:
@@ -46,24 +46,26 @@ def test_each_rank_writes_a_trace_and_no_number_changes(tmp_path: Path) -> None:
 
 
 def test_traces_are_bounded_and_a_run_that_ends_early_writes_what_it_has(tmp_path: Path) -> None:
-    said: list[str] = []
+    messages: list[str] = []
 
-    def profiled(steps: int, taken: int, name: str) -> Path:
-        made = StepProfiler(steps, tmp_path / name / "t.json.gz", torch.device("cpu"), said.append)
+    def profile_steps(steps: int, run_steps: int, name: str) -> Path:
+        profiler = StepProfiler(
+            steps, tmp_path / name / "t.json.gz", torch.device("cpu"), messages.append
+        )
         (tmp_path / name).mkdir()
-        for _ in range(taken):
-            with made.step():
+        for _ in range(run_steps):
+            with profiler.step():
                 torch.ones(8) @ torch.ones(8)
-        made.close()
-        return made.trace
+        profiler.close()
+        return profiler.trace
 
-    most, profile.MAX_EVENTS = profile.MAX_EVENTS, 1
+    max_events, profile.MAX_EVENTS = profile.MAX_EVENTS, 1
     try:
-        assert steps_of(profiled(5, 20, "bounded")) == 1
+        assert steps_of(profile_steps(5, 20, "bounded")) == 1
     finally:
-        profile.MAX_EVENTS = most
-    assert "profiled 1 of 5 steps" in said[-1]
-    assert steps_of(profiled(5, 6, "cut")) == 2
-    assert "profiled 2 of 5 steps" in said[-1]
-    assert not profiled(5, 4, "short").exists()
-    assert "nothing was profiled" in said[-1]
+        profile.MAX_EVENTS = max_events
+    assert "profiled 1 of 5 steps" in messages[-1]
+    assert steps_of(profile_steps(5, 6, "cut")) == 2
+    assert "profiled 2 of 5 steps" in messages[-1]
+    assert not profile_steps(5, 4, "short").exists()
+    assert "nothing was profiled" in messages[-1]

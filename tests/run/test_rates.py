@@ -69,8 +69,8 @@ def test_rates_of_adamw_fall_as_the_fan_in_grows() -> None:
 
 
 def test_rates_of_sgd_follow_fan_out_over_fan_in() -> None:
-    found = factors(GPT2, "sgd", *DOUBLED)
-    assert {name for name, factor in found.items() if factor == 2.0} == {
+    factor_of = factors(GPT2, "sgd", *DOUBLED)
+    assert {name for name, factor in factor_of.items() if factor == 2.0} == {
         "token_embedding.weight",
         "position_embedding.weight",
         "mlp.up.bias",
@@ -81,24 +81,24 @@ def test_rates_of_sgd_follow_fan_out_over_fan_in() -> None:
         "attn.output.weight",
     }
     halves = {f"attn.{part}.weight" for part in ("query", "key", "value")} | {"head.weight"}
-    assert {name for name, factor in found.items() if factor == 0.5} == halves
+    assert {name for name, factor in factor_of.items() if factor == 0.5} == halves
 
 
 def test_rates_of_muon_are_spectral() -> None:
-    found = factors(LLAMA, "muon", DOUBLED[1])
-    assert found == {"mlp.down.weight": round(math.sqrt(1 / 2), 9)}
-    found = factors(LLAMA, "muon", DOUBLED[0])
-    assert found["attn.query.weight"] == round(math.sqrt(1 / 2), 9)
+    factor_of = factors(LLAMA, "muon", DOUBLED[1])
+    assert factor_of == {"mlp.down.weight": round(math.sqrt(1 / 2), 9)}
+    factor_of = factors(LLAMA, "muon", DOUBLED[0])
+    assert factor_of["attn.query.weight"] == round(math.sqrt(1 / 2), 9)
     # its own scale of a high matrix, √(rows / columns), is the spectral one already
-    assert "mlp.up.weight" not in found
-    assert "attn.output.weight" not in found
+    assert "mlp.up.weight" not in factor_of
+    assert "attn.output.weight" not in factor_of
 
 
 def test_a_base_of_another_width_has_the_proportions_of_the_start() -> None:
-    found = factors(LLAMA, "adamw", base=16)
-    assert set(found.values()) == {0.5}
-    assert {"mlp.down.weight", "attn.output.weight", "mlp.up.weight"} <= found.keys()
-    assert "token_embedding.weight" not in found
+    factor_of = factors(LLAMA, "adamw", base=16)
+    assert set(factor_of.values()) == {0.5}
+    assert {"mlp.down.weight", "attn.output.weight", "mlp.up.weight"} <= factor_of.keys()
+    assert "token_embedding.weight" not in factor_of
 
 
 def test_a_model_without_a_stream_has_no_width() -> None:
@@ -111,15 +111,17 @@ def test_a_model_without_a_stream_has_no_width() -> None:
 
 @pytest.mark.parametrize("update", ["adamw", "muon"])
 def test_rates_of_what_writes_the_stream_fall_as_blocks_are_added(update: Update) -> None:
-    stacked = operation("stack_layers", 2)
+    stack = operation("stack_layers", 2)
     assert factors(GPT2, update, base=None, depth=2) == {}
-    assert factors(GPT2, update, stacked, base=None, depth=2) == dict.fromkeys(WRITERS, 0.5)
-    looped = operation("loop_layers", {"from": 0, "to": 1, "times": 3})
+    assert factors(GPT2, update, stack, base=None, depth=2) == dict.fromkeys(WRITERS, 0.5)
+    loop = operation("loop_layers", {"from": 0, "to": 1, "times": 3})
     third = dict.fromkeys(WRITERS, round(1 / 3, 9))
-    assert factors(GPT2, update, looped, base=None, depth=2) == third
-    both, wider = (factors(GPT2, update, DOUBLED[1], *rest, depth=2) for rest in ([stacked], []))
-    assert both["mlp.down.weight"] == pytest.approx(wider["mlp.down.weight"] / 2)
-    assert both["mlp.down.bias"] == 0.5
+    assert factors(GPT2, update, loop, base=None, depth=2) == third
+    deeper_and_wider, wider = (
+        factors(GPT2, update, DOUBLED[1], *operations, depth=2) for operations in ([stack], [])
+    )
+    assert deeper_and_wider["mlp.down.weight"] == pytest.approx(wider["mlp.down.weight"] / 2)
+    assert deeper_and_wider["mlp.down.bias"] == 0.5
 
 
 def test_where_a_norm_follows_the_branch_its_gain_decides() -> None:
@@ -136,18 +138,18 @@ def test_four_blocks_train_as_with_half_of_each_branch(name: str) -> None:
     arch = gpt2(n_layer=4)
     values = {"name": name, "eps": 1e-16, "weight_decay": 0.0}
     config = OptimizerConfig(**values, lr_base_depth=2)
-    ours, halved, plain = (random_gpt(arch) for _ in range(3))
-    for module_name, module in halved.named_modules():
+    model, reference, plain = (random_gpt(arch) for _ in range(3))
+    for module_name, module in reference.named_modules():
         if module_name.endswith(("attn.output", "mlp.down")):
             with torch.no_grad():
                 for parameter in module.parameters():
                     parameter.mul_(2)
             module.register_forward_hook(lambda _, __, output: output / 2)
     x = torch.randint(0, arch.vocab_size, (20, 4, 9), generator=torch.manual_seed(0))
-    losses = losses_of(ours, x, config), losses_of(halved, x, OptimizerConfig(**values))
+    losses = losses_of(model, x, config), losses_of(reference, x, OptimizerConfig(**values))
     assert losses[0] == pytest.approx(losses[1], rel=1e-6 if name == "adamw" else 1e-4)
-    others = losses_of(plain, x, OptimizerConfig(**values))
-    assert max(abs(a - b) for a, b in zip(losses[0], others, strict=True)) > 1e-2
+    plain_losses = losses_of(plain, x, OptimizerConfig(**values))
+    assert max(abs(a - b) for a, b in zip(losses[0], plain_losses, strict=True)) > 1e-2
 
 
 def losses_of(model: GPT, x: torch.Tensor, config: OptimizerConfig) -> list[float]:

@@ -68,14 +68,14 @@ def test_the_base_is_kept_by_a_resume(trainer: Make, optimizer: str, tmp_path: P
         change_if_due(run)
         run.step()
     run.save("here", must=True)
-    again = trainer(*keys, name="again")
-    restore(again, load_checkpoint(latest_checkpoint(tmp_path / "whole")))
+    continuation = trainer(*keys, name="again")
+    restore(continuation, load_checkpoint(latest_checkpoint(tmp_path / "whole")))
     assert len(set(ratios_of(run).values())) > 1
-    assert ratios_of(again) == ratios_of(run)
+    assert ratios_of(continuation) == ratios_of(run)
     run.step()
-    again.step()
+    continuation.step()
     for name, tensor in run.parts.stepper.parameters.items():
-        assert torch.equal(tensor, again.parts.stepper.parameters[name])
+        assert torch.equal(tensor, continuation.parts.stepper.parameters[name])
 
 
 def ratios_of(run: Trainer) -> dict[str, float]:
@@ -90,7 +90,7 @@ def ratios_of(run: Trainer) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    "deepened",
+    "growth",
     [
         {"name": "stack_layers", "value": 2},
         {"name": "loop_layers", "value": {"from": 0, "to": 1, "times": 2}},
@@ -99,9 +99,9 @@ def ratios_of(run: Trainer) -> dict[str, float]:
 )
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_rates_of_the_branches_halve_where_the_model_runs_twice_as_many_blocks(
-    trainer: Make, optimizer: str, deepened: dict[str, object]
+    trainer: Make, optimizer: str, growth: dict[str, object]
 ) -> None:
-    schedule = f"schedule={json.dumps([{**deepened, 'when': {'at_step': 3}}])}"
+    schedule = f"schedule={json.dumps([{**growth, 'when': {'at_step': 3}}])}"
     run = trainer(f"optimizer.name={optimizer}", schedule, "optimizer.lr_base_depth=2")
     before = ratios_of(run)
     while run.state.progress.step < 5:

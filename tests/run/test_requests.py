@@ -32,8 +32,8 @@ Content = Mapping[str, Any]
 
 def events(run: Trainer, kind: type[Any]) -> list[Any]:
     path = run.parts.saver.root
-    found = read_events(path.with_name(f"{path.name}.jsonl"))
-    return [event for event in found if isinstance(event, kind)]
+    all_events = read_events(path.with_name(f"{path.name}.jsonl"))
+    return [event for event in all_events if isinstance(event, kind)]
 
 
 def post(run: Trainer, content: Content, command: Any = "apply") -> Post:
@@ -42,13 +42,13 @@ def post(run: Trainer, content: Content, command: Any = "apply") -> Post:
 
 def train(run: Trainer, posts: Mapping[int, Content]) -> list[Post]:
     """Train to the end, and post after these steps, while the next begins."""
-    sent: list[Post] = []
+    sent_posts: list[Post] = []
 
     @contextmanager
     def posting() -> Any:
         if run.state.step in posts:
             content = posts[run.state.step]
-            sent.append(
+            sent_posts.append(
                 post(run, content, "cancel" if content.keys() <= {"id", "entry"} else "apply")
             )
         yield
@@ -56,7 +56,7 @@ def train(run: Trainer, posts: Mapping[int, Content]) -> list[Post]:
     run.around_step = posting
     run.train()
     run.parts.saver.finish()
-    return sent
+    return sent_posts
 
 
 def weights(run: Trainer) -> dict[str, torch.Tensor]:
@@ -81,20 +81,20 @@ def entries(*rows: Content) -> str:
 def test_what_is_asked_for_is_as_if_the_schedule_had_said_it(
     trainer: Make, content: Content
 ) -> None:
-    asked = trainer(name="asked")
-    (sent,) = train(asked, {3: content})
-    scheduled = trainer(entries({**content, "when": {"at_step": 4}}), name="scheduled")
-    train(scheduled, {})
-    losses = [[event.loss for event in events(run, Train)] for run in (asked, scheduled)]
+    by_request = trainer(name="asked")
+    (request,) = train(by_request, {3: content})
+    by_schedule = trainer(entries({**content, "when": {"at_step": 4}}), name="scheduled")
+    train(by_schedule, {})
+    losses = [[event.loss for event in events(run, Train)] for run in (by_request, by_schedule)]
     assert len(losses[0]) == 8
     assert losses[0] == losses[1]
-    ours, theirs = weights(asked), weights(scheduled)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    (change,) = asked.state.history
-    assert (change.id, change.entry, change.step) == (sent.id, None, 4)
-    (event,) = events(asked, OperationEvent)
-    assert event.id == sent.id
+    actual, expected = weights(by_request), weights(by_schedule)
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in actual)
+    (change,) = by_request.state.history
+    assert (change.id, change.entry, change.step) == (request.id, None, 4)
+    (event,) = events(by_request, OperationEvent)
+    assert event.id == request.id
     assert event.by == change.by != ""
     assert event.reason == f"asked for by {change.by}"
 
@@ -102,14 +102,14 @@ def test_what_is_asked_for_is_as_if_the_schedule_had_said_it(
 def test_one_with_a_trigger_waits_for_it_and_is_listed(trainer: Make) -> None:
     run = trainer(entries({"name": "change_lr", "value": 0.5, "when": {"at_step": 7}}))
     run.step()
-    sent = post(run, {"name": "set_clip", "value": 1.0, "when": {"at_step": 6}})
-    sent.path.unlink()
-    sent = post(run, {"name": "change_lr", "value": 0.1, "when": {"at_step": 6}})
+    request = post(run, {"name": "set_clip", "value": 1.0, "when": {"at_step": 6}})
+    request.path.unlink()
+    request = post(run, {"name": "change_lr", "value": 0.1, "when": {"at_step": 6}})
     train(run, {})
     waits, *_ = events(run, Asked)
-    assert (waits.outcome, waits.reason, waits.id) == ("waits", "at step 6", sent.id)
+    assert (waits.outcome, waits.reason, waits.id) == ("waits", "at step 6", request.id)
     assert [(c.step, c.operation.value, c.id) for c in run.state.history] == [
-        (6, 0.1, sent.id),
+        (6, 0.1, request.id),
         (7, 0.5, ""),
     ]
     assert run.state.posted == ()
@@ -117,7 +117,7 @@ def test_one_with_a_trigger_waits_for_it_and_is_listed(trainer: Make) -> None:
 
 def test_waiting_is_written_for_whoever_lists_it(trainer: Make) -> None:
     run = trainer(entries({"name": "change_lr", "value": 0.5, "when": {"at_step": 100}}))
-    (sent,) = train(run, {2: {"name": "widen_mlp", "value": "x2", "when": {"at_step": 200}}})
+    (request,) = train(run, {2: {"name": "widen_mlp", "value": "x2", "when": {"at_step": 200}}})
     waiting = json.loads((run.parts.saver.root / "control" / "waiting.json").read_text())
     assert waiting == {
         "schedule": [
@@ -129,7 +129,7 @@ def test_waiting_is_written_for_whoever_lists_it(trainer: Make) -> None:
                 "value": "x2",
                 "options": {},
                 "when": "at step 200",
-                "id": sent.id,
+                "id": request.id,
                 "by": run.state.posted[0].by,
                 "since_step": 3,
             }
@@ -164,8 +164,8 @@ def test_what_the_run_cannot_do_is_refused_by_name_and_changes_nothing(trainer: 
     run = trainer()
     for content, _ in REFUSED:
         post(run, content, "cancel" if content.keys() <= {"id", "entry"} else "apply")
-    sent = train(run, {})
-    assert sent == []
+    requests = train(run, {})
+    assert requests == []
     refusals = events(run, Asked)
     reasons = sorted(event.reason for event in refusals)
     assert {event.outcome for event in refusals} == {"refused"}
@@ -174,15 +174,15 @@ def test_what_the_run_cannot_do_is_refused_by_name_and_changes_nothing(trainer: 
         assert any(words in reason for reason in reasons), (words, reasons)
     assert run.state.history == ()
     assert list((run.parts.saver.root / "control").iterdir()) == []
-    ours, theirs = weights(run), weights(plain)
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    actual, expected = weights(run), weights(plain)
+    assert all(torch.equal(actual[name], expected[name]) for name in actual)
 
 
 def test_what_would_break_the_rest_of_the_schedule_is_refused(trainer: Make) -> None:
     run = trainer(entries({"name": "widen_mlp", "value": 192, "when": {"at_step": 6}}))
     train(run, {1: {"name": "widen_mlp", "value": 256}})
-    (refused,) = events(run, Asked)
-    assert "the rest of the schedule would not be possible: schedule[0].value" in refused.reason
+    (refusal,) = events(run, Asked)
+    assert "the rest of the schedule would not be possible: schedule[0].value" in refusal.reason
     assert [change.step for change in run.state.history] == [6]
 
 
@@ -199,11 +199,11 @@ def test_of_two_that_together_would_break_the_rest_only_the_first_is_carried_out
         (2, "x1.25"),
         (7, 192),
     ]
-    (skipped,) = (change for change in history if change.skipped)
-    assert "the rest of the schedule would not be possible: schedule[0]" in skipped.skipped
+    (skip,) = (change for change in history if change.skipped)
+    assert "the rest of the schedule would not be possible: schedule[0]" in skip.skipped
     assert {change.id for change in history if change.id} == posts
-    (refused,) = events(run, Asked)
-    assert (refused.id, refused.outcome) == (skipped.id, "refused")
+    (refusal,) = events(run, Asked)
+    assert (refusal.id, refusal.outcome) == (skip.id, "refused")
 
 
 def test_files_that_are_no_posts_are_refused_or_left_alone(trainer: Make, tmp_path: Path) -> None:
@@ -254,10 +254,10 @@ def test_an_entry_of_the_schedule_is_cancelled_and_the_others_go_on(trainer: Mak
         )
     )
     train(run, {1: {"entry": 1}})
-    done = [change for change in run.state.history if not change.skipped]
-    assert [(change.step, change.operation.value) for change in done] == [(4, 0.5), (6, 0.25)]
-    (passed,) = (change for change in run.state.history if change.skipped)
-    assert passed.skipped == f"cancelled by {passed.by}"
+    changes = [change for change in run.state.history if not change.skipped]
+    assert [(change.step, change.operation.value) for change in changes] == [(4, 0.5), (6, 0.25)]
+    (skip,) = (change for change in run.state.history if change.skipped)
+    assert skip.skipped == f"cancelled by {skip.by}"
     assert not [e for e in events(run, Warn) if "cancelled" in e.message]
 
 
@@ -266,11 +266,11 @@ def test_one_that_waits_is_cancelled_and_its_file_goes_with_the_next_checkpoint(
 ) -> None:
     run = trainer("checkpoint.every_steps=2", "checkpoint.asynchronous=false")
     run.step()
-    sent = post(run, {"name": "change_lr", "value": 0.5, "when": {"at_step": 6}})
-    train(run, {3: {"id": sent.id}})
+    request = post(run, {"name": "change_lr", "value": 0.5, "when": {"at_step": 6}})
+    train(run, {3: {"id": request.id}})
     assert run.state.history == ()
     assert run.state.posted == ()
-    assert not sent.path.exists()
+    assert not request.path.exists()
     assert [event.outcome for event in events(run, Asked)] == ["waits", "cancelled"]
 
 
@@ -278,9 +278,9 @@ def test_what_is_cancelled_at_once_is_cancelled_once(trainer: Make) -> None:
     """As after a kill, when the files of both are there again; and two people cancel the same."""
     run = trainer(entries({"name": "change_lr", "value": 0.5, "when": {"at_step": 4}}))
     run.step()
-    sent = post(run, {"name": "change_lr", "value": 0.1, "when": {"at_step": 6}})
+    request = post(run, {"name": "change_lr", "value": 0.1, "when": {"at_step": 6}})
     time.sleep(0.02)  # they are taken in as they came, by a clock that ticks so often
-    for content in ({"id": sent.id}, {"id": sent.id}, {"entry": 0}, {"entry": 0}):
+    for content in ({"id": request.id}, {"id": request.id}, {"entry": 0}, {"entry": 0}):
         post(run, content, "cancel")
     train(run, {})
     assert [change for change in run.state.history if not change.skipped] == []
@@ -289,35 +289,35 @@ def test_what_is_cancelled_at_once_is_cancelled_once(trainer: Make) -> None:
 
 
 def test_a_post_stays_until_a_checkpoint_has_it_and_is_carried_out_once(trainer: Make) -> None:
-    killed = trainer("train.until=[4it]", "checkpoint.every_steps=2", name="killed")
-    killed.step()
-    killed.save("early")
-    killed.parts.saver.finish()
-    sent = post(killed, {"name": "change_lr", "value": 0.5})
-    killed.step()
-    killed.train()  # without a last checkpoint of step 4: as if it were killed there
-    killed.parts.saver.finish()
-    assert [change.id for change in killed.state.history] == [sent.id]
-    root = killed.parts.saver.root
+    first_run = trainer("train.until=[4it]", "checkpoint.every_steps=2", name="killed")
+    first_run.step()
+    first_run.save("early")
+    first_run.parts.saver.finish()
+    request = post(first_run, {"name": "change_lr", "value": 0.5})
+    first_run.step()
+    first_run.train()  # without a last checkpoint of step 4: as if it were killed there
+    first_run.parts.saver.finish()
+    assert [change.id for change in first_run.state.history] == [request.id]
+    root = first_run.parts.saver.root
     early = load_checkpoint(root / "checkpoints" / "step-1")
     late = load_checkpoint(latest_checkpoint(root))
-    assert not sent.path.exists()  # step 2 has it
+    assert not request.path.exists()  # step 2 has it
 
-    sent.path.write_text(
+    request.path.write_text(
         json.dumps({"name": "change_lr", "value": 0.5})
     )  # as before step 2 was saved
-    sent.path.chmod(0o644)
+    request.path.chmod(0o644)
     for checkpoint, times in ((early, 1), (late, 1)):
         run = trainer(name=f"from {checkpoint.path.name}")
         target = run.parts.saver.root / "control"
         target.mkdir()
-        (target / sent.path.name).write_bytes(sent.path.read_bytes())
-        (target / sent.path.name).chmod(0o644)
+        (target / request.path.name).write_bytes(request.path.read_bytes())
+        (target / request.path.name).chmod(0o644)
         restore(run, checkpoint)
         run.train()
         run.save("end")
         run.parts.saver.finish()
-        assert [change.id for change in run.state.history] == [sent.id] * times
+        assert [change.id for change in run.state.history] == [request.id] * times
         assert [path.name for path in target.iterdir() if path.name != WAITING] == []
 
 
@@ -334,7 +334,7 @@ def test_who_asked_is_told_whether_a_late_request_was_taken_in(
         answer = threads.submit(
             control.change_run, folder, {"name": "change_lr", "value": 0.5}, timeout_s=0.5
         )
-        while not (sent := list(folder.control.glob("[!.]*.apply"))):
+        while not (requests := list(folder.control.glob("[!.]*.apply"))):
             assert not answer.done(), answer.result()
             time.sleep(0.01)
         if takes_in:  # and then changes the model for minutes
@@ -342,7 +342,7 @@ def test_who_asked_is_told_whether_a_late_request_was_taken_in(
             run.state = take_in(run.state, run.parts)
         error = answer.exception()
     assert isinstance(error, control.NotRunning)
-    assert sent[0].exists() == takes_in
+    assert requests[0].exists() == takes_in
     assert ("has taken" in str(error), "is withdrawn" in str(error)) == (takes_in, not takes_in)
     run.train()
     run.parts.saver.finish()
@@ -354,8 +354,8 @@ def test_what_waits_is_part_of_a_checkpoint(trainer: Make) -> None:
         entries({"name": "change_lr", "value": 0.5, "when": {"at_step": 5}}), name="first"
     )
     first.step()
-    sent = post(first, {"name": "widen_mlp", "value": "x2", "when": {"at_step": 6}})
-    gone = post(first, {"entry": 0}, "cancel")
+    request = post(first, {"name": "widen_mlp", "value": "x2", "when": {"at_step": 6}})
+    cancellation = post(first, {"entry": 0}, "cancel")
     first.step()
     first.around_step = lambda: pytest.fail("the run goes on")  # type: ignore[assignment]
     with pytest.raises(pytest.fail.Exception):
@@ -363,13 +363,13 @@ def test_what_waits_is_part_of_a_checkpoint(trainer: Make) -> None:
     first.around_step = lambda: __import__("contextlib").nullcontext()
     first.save("now")
     first.parts.saver.finish()
-    assert not sent.path.exists()
-    assert not gone.path.exists()
+    assert not request.path.exists()
+    assert not cancellation.path.exists()
     second = trainer(
         entries({"name": "change_lr", "value": 0.5, "when": {"at_step": 5}}), name="second"
     )
     restore(second, load_checkpoint(latest_checkpoint(first.parts.saver.root)))
-    assert [waiting.id for waiting in second.state.posted] == [sent.id]
+    assert [waiting.id for waiting in second.state.posted] == [request.id]
     train(second, {})
     assert [(c.operation.name, c.step, bool(c.skipped)) for c in second.state.history] == [
         ("change_lr", second.state.history[0].step, True),
@@ -391,8 +391,8 @@ def test_what_was_given_up_or_refused_changes_no_weights_of_a_later_growth(train
         entries({"name": "widen_mlp", "value": 192, "when": {"at_step": 2}}, grow), name="plain"
     )
     train(plain, {})
-    ours, theirs = weights(run), weights(plain)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    actual, expected = weights(run), weights(plain)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 def test_what_is_refused_restarts_no_wait(trainer: Make) -> None:
@@ -423,28 +423,28 @@ def test_another_schedule_at_a_resume_has_none_of_its_entries_cancelled(trainer:
     new = {"name": "change_lr", "value": 0.25, "when": {"at_step": 6}}
     first = trainer(old, name="first")
     first.step()
-    gone = post(first, {"entry": 0}, "cancel")
+    cancellation = post(first, {"entry": 0}, "cancel")
     first.step()
     first.state = take_in(first.state, first.parts)
     first.save("now")
     first.parts.saver.finish()
-    assert not gone.path.exists()
+    assert not cancellation.path.exists()
     checkpoint = load_checkpoint(latest_checkpoint(first.parts.saver.root))
     second = trainer(entries(new), name="second")
     send = second.parts.saver.root / "control"
     send.mkdir()
-    (send / gone.path.name).write_text(
+    (send / cancellation.path.name).write_text(
         json.dumps({"entry": 0})
     )  # as if killed before it was removed
-    (send / gone.path.name).chmod(0o644)
+    (send / cancellation.path.name).chmod(0o644)
     change = override({"schedule": [new]}, {"schedule": "set"})
     second.state, warnings = restoring.restore(
         second.state, second.parts, checkpoint, override=change
     )
     assert [text for text in warnings if "cancelled entry 0" in text]
     train(second, {})
-    done = [(c.operation.value, c.step) for c in second.state.history if c.entry is not None]
-    assert done == [(0.25, 6)]
+    changes = [(c.operation.value, c.step) for c in second.state.history if c.entry is not None]
+    assert changes == [(0.25, 6)]
     assert list(send.glob("*.cancel")) == []
 
 
@@ -453,18 +453,20 @@ def test_a_branch_begins_with_nothing_that_waits_in_its_trunk(trainer: Make) -> 
     later = {"name": "change_lr", "value": 0.5, "when": {"at_step": 100}}
     run = trainer(entries(branch, later), "learning_rate.shape=constant")
     run.step()
-    done = post(run, {"name": "change_lr", "value": 0.5})
-    waits, gone = post(run, later), post(run, {**later, "when": {"at_step": 200}})
+    prompt_request = post(run, {"name": "change_lr", "value": 0.5})
+    waits, late_request = post(run, later), post(run, {**later, "when": {"at_step": 200}})
     post(run, {"entry": 1}, "cancel")
     run.step()
-    train(run, {3: {"id": gone.id}})
+    train(run, {3: {"id": late_request.id}})
     assert [post.id for post in run.state.posted] == [waits.id]
     assert run.state.cancelled
     assert run.state.closed
     root = run.parts.saver.root
     first = load_checkpoint(latest_checkpoint(root.with_name(f"{root.name}.small")))
     assert not first.state.keys() & {"posted", "cancelled", "closed"}
-    assert [change["id"] for change in first.manifest.history if "id" in change] == [done.id]
+    assert [change["id"] for change in first.manifest.history if "id" in change] == [
+        prompt_request.id
+    ]
 
 
 def test_a_branch_is_asked_for_and_takes_along_what_was_carried_out(trainer: Make) -> None:
@@ -484,12 +486,12 @@ def test_a_branch_is_asked_for_and_takes_along_what_was_carried_out(trainer: Mak
     ]
     assert names == [("change_lr", True), ("override", False), ("branched", False)]
     assert "posted" not in first.state
-    again = [e for e in events(run, Asked) if e.outcome == "refused"]
-    assert again == []
+    refusals = [e for e in events(run, Asked) if e.outcome == "refused"]
+    assert refusals == []
     second = trainer(name="second")
     train(second, {2: {"name": "branch", "value": "a b", "iters": 2}})
-    (refused,) = events(second, Asked)
-    assert "must be the branch's name" in refused.reason
+    (refusal,) = events(second, Asked)
+    assert "must be the branch's name" in refusal.reason
 
 
 def test_a_branch_whose_name_is_in_use_is_refused(trainer: Make) -> None:
@@ -497,9 +499,9 @@ def test_a_branch_whose_name_is_in_use_is_refused(trainer: Make) -> None:
     waits = {**branch, "value": "late", "when": {"at_step": 100}}
     run = trainer()
     train(run, {1: branch, 2: waits, 3: branch, 4: waits})
-    refused = [asked for asked in events(run, Asked) if asked.outcome == "refused"]
-    assert [asked.step for asked in refused] == [4, 5]
-    assert all("choose another name" in asked.reason for asked in refused)
+    refusals = [event for event in events(run, Asked) if event.outcome == "refused"]
+    assert [event.step for event in refusals] == [4, 5]
+    assert all("choose another name" in event.reason for event in refusals)
     assert [change.operation.value for change in run.state.history if not change.skipped] == [
         "small"
     ]

@@ -27,7 +27,7 @@ def schedule(*entries: Mapping[str, Any]) -> str:
     return f"schedule={json.dumps(entries)}"
 
 
-def inserted(lr: object, step: int = GROWN_AT, **more: Any) -> Mapping[str, Any]:
+def insertion(lr: object, step: int = GROWN_AT, **more: Any) -> Mapping[str, Any]:
     return {"name": "insert_layers", "value": 1, "lr": lr, "when": {"at_step": step}, **more}
 
 
@@ -47,28 +47,32 @@ def test_the_first_step_of_what_is_old_is_that_of_the_model_that_did_not_grow(
     trainer: Make, optimizer: str, tmp_path: Path
 ) -> None:
     keys = (f"optimizer.name={optimizer}", "train.clip=null", "optimizer.lr=0.01")
-    arms = {"ungrown": (), "warm": (inserted({"rewarm_new": ITERS}),), "cold": (inserted("keep"),)}
-    found = {
+    arms = {
+        "ungrown": (),
+        "warm": (insertion({"rewarm_new": ITERS}),),
+        "cold": (insertion("keep"),),
+    }
+    weights_of = {
         name: values(run_until(trainer(*keys, schedule(*arm), name=name), GROWN_AT + 1))
         for name, arm in arms.items()
     }
-    for name, tensor in found["ungrown"].items():
-        torch.testing.assert_close(found["warm"][name], tensor, rtol=1e-5, atol=1e-7)
+    for name, tensor in weights_of["ungrown"].items():
+        torch.testing.assert_close(weights_of["warm"][name], tensor, rtol=1e-5, atol=1e-7)
     for name in ("attn.output", "mlp.down"):  # began at zero
-        full, rising = (found[arm][f"blocks.2.{name}.weight"] for arm in ("cold", "warm"))
+        full, rising = (weights_of[arm][f"blocks.2.{name}.weight"] for arm in ("cold", "warm"))
         assert full.abs().max() > 1e-5
         torch.testing.assert_close(rising, full / ITERS, rtol=1e-4, atol=1e-9)
-    events = [each for each in read_events(tmp_path / "warm.jsonl") if isinstance(each, Train)]
-    told = [each.extra.get("lr_new", 0.0) / (each.lr or 1.0) for each in events]
-    assert told == pytest.approx([0, 0, 0, 1 / ITERS])
+    events = [event for event in read_events(tmp_path / "warm.jsonl") if isinstance(event, Train)]
+    shares = [event.extra.get("lr_new", 0.0) / (event.lr or 1.0) for event in events]
+    assert shares == pytest.approx([0, 0, 0, 1 / ITERS])
 
 
 def test_a_resume_and_later_growth_go_on_with_what_is_warming_up(
     trainer: Make, tmp_path: Path
 ) -> None:
     entries = schedule(
-        inserted({"rewarm_new": 20}),
-        inserted({"rewarm_new": 2}, GROWN_AT + 1, where="start", **{"from": "copy"}),
+        insertion({"rewarm_new": 20}),
+        insertion({"rewarm_new": 2}, GROWN_AT + 1, where="start", **{"from": "copy"}),
     )
     run = run_until(trainer(entries, "optimizer.name=muon", name="whole"), GROWN_AT + 2)
     births = run.state.settings.new_param_warmups
@@ -76,7 +80,9 @@ def test_a_resume_and_later_growth_go_on_with_what_is_warming_up(
     assert {name.rpartition(".")[0][:8] for name in births[0].names} == {"blocks.3"}
     assert {name.rpartition(".")[0][:8] for name in births[1].names} == {"blocks.0"}
     run.save("here", must=True)
-    groups = [group for each in run.parts.stepper.optimizers for group in each.param_groups]
+    groups = [
+        group for optimizer in run.parts.stepper.optimizers for group in optimizer.param_groups
+    ]
     lr = learning_rate(run.state.settings, GROWN_AT + 1)
     shares = {(group["birth"], group["lr"] / group["lr_ratio"] / lr) for group in groups}
     assert {birth: round(share, 9) for birth, share in shares} == {
@@ -85,13 +91,15 @@ def test_a_resume_and_later_growth_go_on_with_what_is_warming_up(
         births[1]: 1 / 2,
     }
     run_until(run, GROWN_AT + 4)
-    after = [group for each in run.parts.stepper.optimizers for group in each.param_groups]
-    assert all(one is other for one, other in zip(groups, after, strict=True))
-    again = trainer(entries, "optimizer.name=muon", name="again")
-    restore(again, load_checkpoint(latest_checkpoint(tmp_path / "whole")))
-    assert again.state.settings == run.state.settings
-    run_until(again, GROWN_AT + 4)
-    other = values(again)
+    after = [
+        group for optimizer in run.parts.stepper.optimizers for group in optimizer.param_groups
+    ]
+    assert all(group_before is other for group_before, other in zip(groups, after, strict=True))
+    continuation = trainer(entries, "optimizer.name=muon", name="again")
+    restore(continuation, load_checkpoint(latest_checkpoint(tmp_path / "whole")))
+    assert continuation.state.settings == run.state.settings
+    run_until(continuation, GROWN_AT + 4)
+    other = values(continuation)
     assert all(torch.equal(tensor, other[name]) for name, tensor in values(run).items())
 
 
@@ -108,11 +116,13 @@ def test_new_adapters_of_a_model_of_the_same_shape_warm_up_after_a_resume(
     )
     run = run_until(trainer(entries, name="whole"), 3)
     run.save("here", must=True)
-    again = trainer(entries, name="again")
-    restore(again, load_checkpoint(latest_checkpoint(tmp_path / "whole")))
-    for each in (run, again):
-        (birth,) = each.state.settings.new_param_warmups
+    continuation = trainer(entries, name="again")
+    restore(continuation, load_checkpoint(latest_checkpoint(tmp_path / "whole")))
+    for live_run in (run, continuation):
+        (birth,) = live_run.state.settings.new_param_warmups
         assert all(name.rpartition(".")[2] in ("lora_a", "lora_b") for name in birth.names)
-        each.step()
-        rates = {g["birth"]: g["lr"] for o in each.parts.stepper.optimizers for g in o.param_groups}
+        live_run.step()
+        rates = {
+            g["birth"]: g["lr"] for o in live_run.parts.stepper.optimizers for g in o.param_groups
+        }
         assert rates[birth] == pytest.approx(rates[None] * 2 / 9)

@@ -51,18 +51,18 @@ def test_ranks_stops_batches_and_growth_change_no_bit(place: Place, drawing: str
         assert codes(children) == [0] * ranks, output_of(children)
         return run_dir
 
-    alone = run("alone", ranks=1)
-    whole = fingerprint(alone, STEPS)
-    assert fingerprint(run("two", ranks=2), STEPS) == whole
-    assert fingerprint(run("sent", "data.strategy=dispatched", ranks=2), STEPS) == whole
-    assert fingerprint(run("workers", "data.workers=1", ranks=1), STEPS) == whole
-    stopped = run("stopped", "train.until=[5it]", ranks=2)
-    children = place.resume(stopped, "--until", f"{STEPS}it", ranks=1)
+    one_rank = run("alone", ranks=1)
+    expected = fingerprint(one_rank, STEPS)
+    assert fingerprint(run("two", ranks=2), STEPS) == expected
+    assert fingerprint(run("sent", "data.strategy=dispatched", ranks=2), STEPS) == expected
+    assert fingerprint(run("workers", "data.workers=1", ranks=1), STEPS) == expected
+    parts = run("stopped", "train.until=[5it]", ranks=2)
+    children = place.resume(parts, "--until", f"{STEPS}it", ranks=1)
     assert codes(children) == [0], output_of(children)
-    assert weights(stopped, STEPS) == weights(alone, STEPS)
+    assert weights(parts, STEPS) == weights(one_rank, STEPS)
     assert (
         fingerprint(run("plain", "data.sample_weights=null", "data.balance=null", ranks=1), STEPS)
-        != whole
+        != expected
     )
 
 
@@ -95,11 +95,11 @@ def test_what_is_drawn_is_said_before_and_by_the_run_and_its_record(place: Place
     children = place.train(place.path / "run", *keys)
     assert codes(children) == [0], output_of(children)
     assert f"data  {forecast.drawing}" in output_of(children)
-    (started,) = [
+    (start,) = [
         e for e in read_events(place.path / "run" / "events.jsonl") if isinstance(e, RunStarted)
     ]
-    assert started.drawing == forecast.drawing
-    assert f"data  {forecast.drawing}" in EventFormatter(Path("run")).lines(started)
+    assert start.drawing == forecast.drawing
+    assert f"data  {forecast.drawing}" in EventFormatter(Path("run")).lines(start)
     assert preflight(load_config("run.yaml", KEYS[:3]), 1).forecast.drawing == ""
 
 

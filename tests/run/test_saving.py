@@ -39,7 +39,7 @@ def names(run: Trainer) -> list[str]:
     return [path.name for path in list_checkpoints(run.parts.saver.root)]
 
 
-def trained(run: Trainer) -> Trainer:
+def train_to_end(run: Trainer) -> Trainer:
     run.train()
     run.parts.saver.finish()
     return run
@@ -55,7 +55,7 @@ def forbid(run: Trainer) -> Path:
 
 @pytest.mark.parametrize("background", ["true", "false"])
 def test_it_is_saved_every_so_many_steps_but_for_the_end(trainer: Make, background: str) -> None:
-    run = trained(trainer("checkpoint.every_steps=3", f"checkpoint.asynchronous={background}"))
+    run = train_to_end(trainer("checkpoint.every_steps=3", f"checkpoint.asynchronous={background}"))
     assert names(run) == ["step-3", "step-6"]
     assert (
         load_checkpoint(run.parts.saver.root / "checkpoints" / "step-6").manifest.reason
@@ -66,10 +66,10 @@ def test_it_is_saved_every_so_many_steps_but_for_the_end(trainer: Make, backgrou
 def test_counts_that_a_step_passes_by_are_not_missed(trainer: Make) -> None:
     config = CheckpointConfig(every_steps=10, every_tokens=1000)
     before, now = Counters(step=8, tokens=900), Counters(step=9, tokens=3100)
-    later, begun = Counters(step=12, tokens=3200), trainer().state
+    later, state_at_start = Counters(step=12, tokens=3200), trainer().state
 
     def reasons(config: CheckpointConfig, before: Counters, now: Counters) -> list[str]:
-        state = replace(begun, before=before, progress=now)
+        state = replace(state_at_start, before=before, progress=now)
         return [text for every, text in intervals(config) if state.due(every)]
 
     assert reasons(config, before, now) == ["every 1,000 tokens"]
@@ -134,15 +134,15 @@ def test_an_operation_that_changes_the_samples_ends_no_epoch_and_hides_none(
     until = "train.until=[31it]"
     run = trainer(*keys, until if stopped_at is None else f"train.until=[{stopped_at}it]")
     assert run.state.phase.samples_per_epoch == 784
-    trained(run)
+    train_to_end(run)
     if stopped_at is not None:
         run.save("every epoch", wait=True)
-        saved = run.state.to_json()
+        state_at_stop = run.state.to_json()
         after = trainer(*keys, until, name="resumed")
         path = run.parts.saver.root / "checkpoints" / f"step-{stopped_at}"
         restore(after, load_checkpoint(path))
-        assert after.state.to_json()["course"] == saved["course"]
-        run = trained(after)
+        assert after.state.to_json()["course"] == state_at_stop["course"]
+        run = train_to_end(after)
         first = [step for step in (6,) if at_end and stopped_at < step]
     else:
         first = [6] * at_end
@@ -182,9 +182,9 @@ def test_the_forecast_lists_when_a_run_saves(
     science.place(tmp_path)
     keys = ["checkpoint.every_epochs=2", "checkpoint.every_steps=1000", "checkpoint.best_of=[loss]"]
     forecast = preflight(load_config("run.yaml", keys), 1).forecast
-    told = ("every 1,000 steps", "every 2 epochs (10 steps)", "every 10 min", "at the best loss")
-    assert forecast.saves == (*told, "after growth")
-    assert f"saves       {', '.join(told)}" in " ".join(render(forecast).split("\n")).replace(
+    moments = ("every 1,000 steps", "every 2 epochs (10 steps)", "every 10 min", "at the best loss")
+    assert forecast.saves == (*moments, "after growth")
+    assert f"saves       {', '.join(moments)}" in " ".join(render(forecast).split("\n")).replace(
         "             ", " "
     )
     silent = [
@@ -205,9 +205,9 @@ def test_what_is_saved_in_the_background_is_the_moment_it_was_asked_for(trainer:
     run.save("now")
     run.step()
     run.parts.saver.finish()
-    saved = load_checkpoint(run.parts.saver.root / "checkpoints" / "step-1").tensors("model")
-    assert all(torch.equal(saved[name], at_save[name]) for name in at_save)
-    assert not all(torch.equal(saved[n], p) for n, p in run.parts.stepper.parameters.items())
+    tensors = load_checkpoint(run.parts.saver.root / "checkpoints" / "step-1").tensors("model")
+    assert all(torch.equal(tensors[name], at_save[name]) for name in at_save)
+    assert not all(torch.equal(tensors[n], p) for n, p in run.parts.stepper.parameters.items())
 
 
 Bits = dict[str, torch.Tensor]
@@ -221,16 +221,16 @@ def saved_bits(run: Trainer, step: int) -> Bits:
     return load_checkpoint(run.parts.saver.root / "checkpoints" / f"step-{step}").tensors("model")
 
 
-def same(saved: Mapping[str, Any], at_save: Bits) -> bool:
-    return all(torch.equal(saved[name], tensor) for name, tensor in at_save.items())
+def same(tensors: Mapping[str, Any], at_save: Bits) -> bool:
+    return all(torch.equal(tensors[name], tensor) for name, tensor in at_save.items())
 
 
 def addresses(run: Trainer) -> set[int]:
     """Where the copy is that the next background save overwrites."""
     spare = run.parts.saver.spare
     parts = spare.components.values() if spare is not None else ()
-    tensors = [each for part in parts for each in part.values() if torch.is_tensor(each)]
-    return {each.data_ptr() for each in tensors if each.numel()}
+    tensors = [tensor for part in parts for tensor in part.values() if torch.is_tensor(tensor)]
+    return {tensor.data_ptr() for tensor in tensors if tensor.numel()}
 
 
 def saved_at_next_step(run: Trainer) -> Bits:
@@ -243,13 +243,13 @@ class BlockedDisk:
     """Writing a file of tensors begins only when `release` is called."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._released = threading.Event()
+        self._release_event = threading.Event()
         self._write = tensor_file.write_tensors
         monkeypatch.setattr(tensor_file, "write_tensors", self._wait)
-        self.release = self._released.set
+        self.release = self._release_event.set
 
     def _wait(self, *arguments: Any) -> str:
-        assert self._released.wait(60)
+        assert self._release_event.wait(60)
         return self._write(*arguments)
 
 
@@ -272,13 +272,13 @@ def test_a_copy_is_not_overwritten_while_it_is_being_saved(
     run = trainer("optimizer.lr=1e-1")
     saved_at_next_step(run)
     run.parts.saver.finish()
-    kept, disk = addresses(run), BlockedDisk(monkeypatch)
+    copy_addresses, disk = addresses(run), BlockedDisk(monkeypatch)
     second = saved_at_next_step(run)
     assert run.parts.saver.spare is None
     threading.Timer(0.3, disk.release).start()
     third = saved_at_next_step(run)  # waits for the second save
     run.parts.saver.finish()
-    assert addresses(run) == kept
+    assert addresses(run) == copy_addresses
     assert same(saved_bits(run, 2), second)
     assert same(saved_bits(run, 3), third)
 
@@ -289,7 +289,7 @@ def test_a_save_that_is_overdue_keeps_its_copy(
     run = trainer("optimizer.lr=1e-1")
     saved_at_next_step(run)
     run.parts.saver.finish()
-    kept, disk = addresses(run), BlockedDisk(monkeypatch)
+    copy_addresses, disk = addresses(run), BlockedDisk(monkeypatch)
     second = saved_at_next_step(run)
     overdue = run.parts.saver.pending
     assert overdue is not None
@@ -300,7 +300,7 @@ def test_a_save_that_is_overdue_keeps_its_copy(
     disk.release()
     run.parts.saver.limit_s = 60.0
     run.parts.saver.finish()
-    assert not addresses(run) & kept
+    assert not addresses(run) & copy_addresses
     # the third save has removed its folder, but what it read is of its step
     assert same(overdue.result(60).snapshot.components["model"], second)
     assert same(saved_bits(run, 4), third)
@@ -329,12 +329,12 @@ def test_a_growth_frees_the_copy(trainer: Make) -> None:
     assert addresses(run)
     carry_out(run, Operation("widen_mlp", 256))
     assert not addresses(run)
-    grown = saved_at_next_step(run)
+    second = saved_at_next_step(run)
     run.parts.saver.finish()
-    assert same(saved_bits(run, 2), grown)
-    again = saved_at_next_step(run)
+    assert same(saved_bits(run, 2), second)
+    third = saved_at_next_step(run)
     run.parts.saver.finish()
-    assert same(saved_bits(run, 3), again)
+    assert same(saved_bits(run, 3), third)
 
 
 def test_a_copy_of_another_layout_is_not_used(trainer: Make) -> None:
@@ -348,7 +348,7 @@ def test_a_copy_of_another_layout_is_not_used(trainer: Make) -> None:
 
 
 def test_the_best_is_saved_and_pointed_at(trainer: Make) -> None:
-    run = trained(trainer("checkpoint.on_best=true", "eval.eval_interval=3"))
+    run = train_to_end(trainer("checkpoint.on_best=true", "eval.eval_interval=3"))
     best = pointer_target(run.parts.saver.root, BEST)
     assert best is not None
     manifest = load_checkpoint(best).manifest
@@ -420,12 +420,12 @@ def test_the_last_save_must_not_fail(trainer: Make) -> None:
 
 
 def test_superfluous_checkpoints_go(trainer: Make) -> None:
-    run = trained(trainer("checkpoint.every_steps=1", "checkpoint.keep_last=2"))
+    run = train_to_end(trainer("checkpoint.every_steps=1", "checkpoint.keep_last=2"))
     assert names(run) == ["step-6", "step-7"]
 
 
 def test_what_was_measured_and_what_is_better_stand_in_the_manifest(trainer: Make) -> None:
-    run = trained(trainer("checkpoint.every_steps=3", "eval.eval_interval=6"))
+    run = train_to_end(trainer("checkpoint.every_steps=3", "eval.eval_interval=6"))
     third, sixth = (
         load_checkpoint(path).manifest for path in list_checkpoints(run.parts.saver.root)
     )
@@ -434,9 +434,9 @@ def test_what_was_measured_and_what_is_better_stand_in_the_manifest(trainer: Mak
     assert sixth.metrics["loss"] == sixth.loss
     assert (run.parts.saver.keep.metric, run.parts.saver.keep.better) == ("loss", "min")
     # as it does after a resume
-    again = trainer(name="again")
-    restore(again, load_checkpoint(run.parts.saver.root / "checkpoints" / "step-6"))
-    assert snapshot(again.state, again.parts, "").facts.metrics == sixth.metrics
+    continuation = trainer(name="again")
+    restore(continuation, load_checkpoint(run.parts.saver.root / "checkpoints" / "step-6"))
+    assert snapshot(continuation.state, continuation.parts, "").facts.metrics == sixth.metrics
 
 
 def test_the_first_metric_of_best_of_decides_which_checkpoints_stay(tmp_path: Path) -> None:

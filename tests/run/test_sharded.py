@@ -68,7 +68,7 @@ def place(tmp_path: Path) -> tiny_run.Place:
     return tiny_run.Place(tmp_path, science.forks())
 
 
-def trained(place: tiny_run.Place, name: str, *keys: str, ranks: int) -> Path:
+def train_run(place: tiny_run.Place, name: str, *keys: str, ranks: int) -> Path:
     run_dir = place.path / name
     children = place.train(run_dir, *keys, ranks=ranks)
     assert tiny_run.codes(children) == [0] * ranks, tiny_run.output_of(children)
@@ -83,7 +83,7 @@ def curve(run_dir: Path) -> list[float]:
     return [*steps, *(event["loss"] for event in held_out)]
 
 
-def saved(
+def saved_bytes(
     run_dir: Path, step: int = STEPS, components: tuple[str, ...] = ("model", "optimizer", "ema")
 ) -> dict[str, dict[str, bytes]]:
     """The bytes of every tensor at a step, whoever saved which rows of it."""
@@ -99,12 +99,12 @@ def saved(
 
 def left_out(run_dir: Path) -> set[int]:
     """The steps whose analysis a warning says to be missing, because the machine was too busy for it."""
-    said = " ".join(event["message"] for event in tiny_run.events(run_dir, "warning"))
+    messages = " ".join(event["message"] for event in tiny_run.events(run_dir, "warning"))
     patterns = (r"step ([\d,]+): no analysis", r"weights of step ([\d,]+) is not recorded")
-    return {int(step.replace(",", "")) for form in patterns for step in re.findall(form, said)}
+    return {int(step.replace(",", "")) for form in patterns for step in re.findall(form, messages)}
 
 
-def analysed(run_dir: Path, without: Collection[int] = ()) -> dict[str, float]:
+def analysis_numbers(run_dir: Path, without: Collection[int] = ()) -> dict[str, float]:
     """Every number that the analyses of a run's weights have found, by its place, but of biases of keys: they
     change no output, so that their gradients are rounding, which AdamW makes steps of."""
     numbers: dict[str, float] = {}
@@ -113,8 +113,8 @@ def analysed(run_dir: Path, without: Collection[int] = ()) -> dict[str, float]:
         if isinstance(value, dict) and str(value.get("name")).endswith(".attn.key.bias"):
             return
         if isinstance(value, dict | list):
-            for key, each in value.items() if isinstance(value, dict) else enumerate(value):
-                collect(f"{place}.{key}", each)
+            for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
+                collect(f"{place}.{key}", entry)
         elif isinstance(value, int | float):
             numbers[place] = value
 
@@ -127,11 +127,13 @@ def analysed(run_dir: Path, without: Collection[int] = ()) -> dict[str, float]:
 
 def share_of(run_dir: Path, rank: int, ranks: int) -> float:
     """The share of all that a run saved of its tensors that one rank saved, and so holds."""
-    saved = load_checkpoint(run_dir / "checkpoints" / f"step-{STEPS}").manifest.files
-    sizes = {name: entry.size_bytes for name, entry in saved.items() if entry.parts}
-    own = [size for name, size in sizes.items() if name.endswith(f"{rank}-of-{ranks}.safetensors")]
-    assert len(own) == 3
-    return sum(own) / sum(sizes.values())
+    entries = load_checkpoint(run_dir / "checkpoints" / f"step-{STEPS}").manifest.files
+    sizes = {name: entry.size_bytes for name, entry in entries.items() if entry.parts}
+    rank_sizes = [
+        size for name, size in sizes.items() if name.endswith(f"{rank}-of-{ranks}.safetensors")
+    ]
+    assert len(rank_sizes) == 3
+    return sum(rank_sizes) / sum(sizes.values())
 
 
 def files(run_dir: Path, component: str) -> list[str]:
@@ -141,54 +143,58 @@ def files(run_dir: Path, component: str) -> list[str]:
 
 def test_sharded_ranks_are_the_same_run_up_to_rounding(place: tiny_run.Place) -> None:
     ranks = 2
-    whole = trained(place, "ddp", *FIXED, ranks=ranks)
-    sharded = trained(place, "fsdp", *FIXED, *FSDP, ranks=ranks)
-    assert curve(sharded) == pytest.approx(curve(whole), rel=1e-5)
-    texts = [tiny_run.events(run, "sample") for run in (whole, sharded)]
-    assert [len(each) for each in texts] == [2, 2]
-    assert files(sharded, "ema") == [f"ema/{rank}-of-{ranks}.safetensors" for rank in range(ranks)]
-    (child,) = place.instar("checkpoint", "diff", whole, sharded)
+    ddp_run = train_run(place, "ddp", *FIXED, ranks=ranks)
+    fsdp_run = train_run(place, "fsdp", *FIXED, *FSDP, ranks=ranks)
+    assert curve(fsdp_run) == pytest.approx(curve(ddp_run), rel=1e-5)
+    texts = [tiny_run.events(run, "sample") for run in (ddp_run, fsdp_run)]
+    assert [len(samples) for samples in texts] == [2, 2]
+    assert files(fsdp_run, "ema") == [f"ema/{rank}-of-{ranks}.safetensors" for rank in range(ranks)]
+    (child,) = place.instar("checkpoint", "diff", ddp_run, fsdp_run)
     assert child.finish() == 0, child.output()
     assert "only in" not in child.output().replace("only in A  only in B", "")
-    missing = left_out(whole) | left_out(sharded)
+    missing = left_out(ddp_run) | left_out(fsdp_run)
     for kind, without in (("layers", set()), ("analysis", missing)):
-        one, other = (
+        expected, actual = (
             [event["step"] for event in tiny_run.events(run, kind) if event["step"] not in without]
-            for run in (whole, sharded)
+            for run in (ddp_run, fsdp_run)
         )
-        assert other == one != []
-    assert analysed(sharded, missing) == pytest.approx(analysed(whole, missing), rel=1e-3, abs=1e-6)
+        assert actual == expected != []
+    assert analysis_numbers(fsdp_run, missing) == pytest.approx(
+        analysis_numbers(ddp_run, missing), rel=1e-3, abs=1e-6
+    )
 
 
 @pytest.mark.torture
 def test_elastic_runs_are_one_run_bit_for_bit(place: tiny_run.Place) -> None:
     """On one rank, on four that share a model, and on ranks with replicas of shards, with whole models, with
     shards, and on one in turn, which takes over in the middle of a new block's warm-up. More are in tests/torture."""
-    alone = trained(place, "alone", *ELASTIC, ranks=1)
-    others = {
-        "fsdp": trained(place, "fsdp", *ELASTIC, *FSDP, ranks=4),
-        "in turn": trained(place, "in-turn", *ELASTIC, *HSDP, "train.until=[2it]", ranks=4),
+    one_rank = train_run(place, "alone", *ELASTIC, ranks=1)
+    run_dirs = {
+        "fsdp": train_run(place, "fsdp", *ELASTIC, *FSDP, ranks=4),
+        "in turn": train_run(place, "in-turn", *ELASTIC, *HSDP, "train.until=[2it]", ranks=4),
     }
     for until, strategy, ranks in ((4, "ddp", 2), (5, "fsdp", 2), (STEPS, "ddp", 1)):
         keys = ("--set", f"parallel.strategy={strategy}", "--set", "parallel.fsdp.shards=null")
-        run_dir = others["in turn"]
+        run_dir = run_dirs["in turn"]
         children = place.resume(run_dir, "--until", f"{until}it", *keys, ranks=ranks)
         assert tiny_run.codes(children) == [0] * ranks, tiny_run.output_of(children)
-    missing = left_out(others["fsdp"]) | left_out(alone)
-    assert analysed(others["fsdp"], missing) == pytest.approx(analysed(alone, missing), rel=1e-6)
-    wanted = saved(alone)
-    assert [len(each) for each in wanted.values()] == [55, 165, 55]
-    for name, other in others.items():
-        assert saved(other) == wanted, name
-    largest = max(share_of(others["fsdp"], rank, 4) for rank in range(4))
+    missing = left_out(run_dirs["fsdp"]) | left_out(one_rank)
+    assert analysis_numbers(run_dirs["fsdp"], missing) == pytest.approx(
+        analysis_numbers(one_rank, missing), rel=1e-6
+    )
+    expected = saved_bytes(one_rank)
+    assert [len(component) for component in expected.values()] == [55, 165, 55]
+    for name, other in run_dirs.items():
+        assert saved_bytes(other) == expected, name
+    largest = max(share_of(run_dirs["fsdp"], rank, 4) for rank in range(4))
     assert largest <= 0.30, "of weights, moments and average together"
-    del others["in turn"]  # which is also evaluated at each of its ends
-    for name, other in others.items():
-        assert json.dumps(curve(other)) == json.dumps(curve(alone)), name
+    del run_dirs["in turn"]  # which is also evaluated at each of its ends
+    for name, other in run_dirs.items():
+        assert json.dumps(curve(other)) == json.dumps(curve(one_rank)), name
 
 
 @pytest.mark.parametrize(
-    ("keys", "ranks", "said"),
+    ("keys", "ranks", "message"),
     [
         (
             ("model.n_embd=8", "model.n_head=1", "model.n_layer=8"),
@@ -200,9 +206,9 @@ def test_elastic_runs_are_one_run_bit_for_bit(place: tiny_run.Place) -> None:
     ],
 )
 def test_what_cannot_be_sharded_is_refused_before_the_start(
-    config: Callable[..., Loaded], keys: tuple[str, ...], ranks: int, said: str
+    config: Callable[..., Loaded], keys: tuple[str, ...], ranks: int, message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         preflight(config(*FIXED, *FSDP, *keys, "train.batch_size=64"), ranks)
 
 
@@ -216,13 +222,13 @@ def test_a_task_may_refuse_to_be_sharded(tmp_path: Path) -> None:
     text = (tmp_path / "run.yaml").read_text() + "parallel: {strategy: fsdp}\n"
     lines = text.replace("science:Halves", "science:Whole").splitlines()
     (tmp_path / "run.yaml").write_text("\n".join(lines) + "\n")
-    loaded = load_config(str(tmp_path / "run.yaml"), ["train.batch_size=2"])
+    loaded_config = load_config(str(tmp_path / "run.yaml"), ["train.batch_size=2"])
     with pytest.raises(ConfigError) as caught:
-        preflight(loaded, 4)
-    said = str(caught.value)
-    assert f"run.yaml:{len(lines)}" in said
-    assert "refuses parallel.strategy fsdp: it looks at all rows of a weight" in said
-    assert "leaves some of 4 ranks" in said
+        preflight(loaded_config, 4)
+    message = str(caught.value)
+    assert f"run.yaml:{len(lines)}" in message
+    assert "refuses parallel.strategy fsdp: it looks at all rows of a weight" in message
+    assert "leaves some of 4 ranks" in message
     preflight(load_config(str(tmp_path / "run.yaml"), ["parallel.strategy=ddp"]), 4)
 
 
@@ -241,20 +247,20 @@ def test_a_sharded_model_grows_bit_for_bit_as_a_whole_one(place: tiny_run.Place)
     """Its optimizer state, that of Muon and of AdamW, and its moving average as well; on replicas of
     shards, then on shards, and then with whole models."""
     keys = (*ELASTIC, "optimizer.name=muon", SCHEDULE)
-    alone = trained(place, "alone", *keys, ranks=1)
-    grown = trained(place, "grown", *keys, *HSDP, "train.until=[3it]", ranks=4)
+    one_rank = train_run(place, "alone", *keys, ranks=1)
+    shards_run = train_run(place, "grown", *keys, *HSDP, "train.until=[3it]", ranks=4)
     for until, strategy, ranks in ((5, "fsdp", 2), (STEPS, "ddp", 1)):
         keys = ("--set", f"parallel.strategy={strategy}", "--set", "parallel.fsdp.shards=null")
-        children = place.resume(grown, "--until", f"{until}it", *keys, ranks=ranks)
+        children = place.resume(shards_run, "--until", f"{until}it", *keys, ranks=ranks)
         assert tiny_run.codes(children) == [0] * ranks, tiny_run.output_of(children)
-    assert saved(grown) == saved(alone)
+    assert saved_bytes(shards_run) == saved_bytes(one_rank)
     proofs = [
         [
             (op["name"], op["proof"])
             for op in tiny_run.events(run, "operation")
             if op["name"] != "override"
         ]
-        for run in (alone, grown)
+        for run in (one_rank, shards_run)
     ]
     assert [name for name, _ in proofs[0]][-1] == "freeze"
     assert proofs[0] == proofs[1]
@@ -275,8 +281,8 @@ def test_ranks_whose_rounding_differs_prove_a_growth_together(place: tiny_run.Pl
         "train", "run.yaml", *words, ranks=2, body="failures:rank_1_rounds_more"
     )
     assert tiny_run.codes(children) == [0, 0], tiny_run.output_of(children)
-    (grown,) = tiny_run.events(place.path / "run", "operation")
-    assert grown["proof"]["max_logit_diff_relative"] < 1e-10
+    (operation,) = tiny_run.events(place.path / "run", "operation")
+    assert operation["proof"]["max_logit_diff_relative"] < 1e-10
 
 
 @pytest.mark.torture
@@ -284,7 +290,7 @@ def test_blocks_are_compiled_each_and_share_a_graph(place: tiny_run.Place) -> No
     """Also new ones: the grown model has six blocks of one shape."""
     keys = (*FIXED, "train.gradient_accumulation_steps=2")  # samples of one shape
     grows = "schedule=[{name: stack_layers, value: 3, when: {at_step: 4}}]"
-    eager = trained(place, "eager", *keys, grows, *FSDP, ranks=2)
+    eager = train_run(place, "eager", *keys, grows, *FSDP, ranks=2)
     run_dir, body = place.path / "compiled", "failures:graphs_run_as_they_are"
     children = place.train(run_dir, *keys, grows, *FSDP, "compile=true", ranks=2, body=body)
     assert tiny_run.codes(children) == [0, 0], tiny_run.output_of(children)
@@ -305,15 +311,15 @@ def test_parameters_with_fewer_rows_than_shards_and_buffers(tmp_path: Path) -> N
         "data.samples=84",
     )
     keys += ("test.at_end=true", "record.layers_every=3", "train.until=[20it]")
-    found = []
+    outcomes = []
     for name, more, ranks in (("one", (), 1), ("four", FSDP, 4)):
         run_dir = tmp_path / name
         children = place.train(run_dir, *keys, *more, ranks=ranks)
         assert tiny_run.codes(children) == [0] * ranks, tiny_run.output_of(children)
         last = tiny_run.acknowledged_step(run_dir)
         metrics = science.result(run_dir)["metrics"]
-        found.append((saved(run_dir, last, ("model", "optimizer")), last, metrics))
-    assert found[0] == found[1]
+        outcomes.append((saved_bytes(run_dir, last, ("model", "optimizer")), last, metrics))
+    assert outcomes[0] == outcomes[1]
 
 
 def test_what_sharded_parameters_do_not_support_is_explained(tmp_path: Path) -> None:
@@ -327,18 +333,18 @@ def test_blocks_are_gathered_alone_unless_they_share_parameters() -> None:
     def layers(*modules: nn.Module) -> nn.Module:
         return nn.Sequential(nn.Linear(2, 2), nn.ModuleList(modules))
 
-    one, other, shared = (nn.Linear(2, 2) for _ in range(3))
-    assert blocks(layers(one, other)) == [one, other]
-    assert blocks(layers(one, one, other)) == [one, other]
+    first, second, shared = (nn.Linear(2, 2) for _ in range(3))
+    assert blocks(layers(first, second)) == [first, second]
+    assert blocks(layers(first, first, second)) == [first, second]
     pair = nn.Sequential(shared, nn.ReLU(), shared)
-    assert blocks(layers(one, pair)) == [one, pair]
-    assert blocks(layers(one, pair, shared)) == [one, shared]
+    assert blocks(layers(first, pair)) == [first, pair]
+    assert blocks(layers(first, pair, shared)) == [first, shared]
     tied = nn.Linear(2, 2)
-    tied.weight = one.weight
-    assert blocks(layers(one, other, tied)) == [other]
-    nested = layers(one, other)
+    tied.weight = first.weight
+    assert blocks(layers(first, second, tied)) == [second]
+    nested = layers(first, second)
     assert blocks(layers(nested, nn.ReLU())) == [nested]
-    assert blocks(layers(nn.ModuleDict({"a": nn.Linear(2, 2)}), one)) == [one], (
+    assert blocks(layers(nn.ModuleDict({"a": nn.Linear(2, 2)}), first)) == [first], (
         "a dict is not called"
     )
 
@@ -355,65 +361,73 @@ NOT_SHARDED = {
 @pytest.mark.parametrize("kind", [*NOT_SHARDED, "plain", "tied", "double", "contiguous"])
 def test_what_torch_does_not_shard_is_refused_by_name(kind: str) -> None:
     message = NOT_SHARDED.get(kind)
-    refused = pytest.raises(ValueError, match=message) if message else nullcontext()
-    with refused:
+    expectation = pytest.raises(ValueError, match=message) if message else nullcontext()
+    with expectation:
         check_groups(states.KINDS[kind](6))
 
 
 def test_a_sharded_rank_needs_its_share_of_the_memory(config: Callable[..., Loaded]) -> None:
-    whole, sharded = (
+    ddp, fsdp = (
         preflight(config(*FIXED, *keys), 4).forecast.stages[0].memory_bytes for keys in ((), FSDP)
     )
     for part in ("weights", "gradients", "optimizer"):
-        assert sharded[part] == pytest.approx(whole[part] / 4, rel=0.1), "rows of a rank are whole"
-    assert sharded["activations"] == whole["activations"]
+        assert fsdp[part] == pytest.approx(ddp[part] / 4, rel=0.1), "rows of a rank are whole"
+    assert fsdp["activations"] == ddp["activations"]
 
 
 def test_several_micro_batches_keep_whole_gradients_unless_each_is_reduced(
     config: Callable[..., Loaded],
 ) -> None:
     keys = (*FIXED, *FSDP, "train.batch_size=2", "train.gradient_accumulation_steps=8")
-    each = "parallel.fsdp.reduce_each_micro_batch=true"
-    loaded = config(*keys)
-    predicted, lean = (preflight(way, 4).forecast for way in (loaded, config(*keys, each)))
-    kept, reduced = (told.stages[0].memory["fsdp"].step for told in (predicted, lean))
-    assert kept == {**reduced, "accumulated": kept["accumulated"]}
-    assert 0.5 < kept["accumulated"] / (4 * kept["gradients"]) < 1, "those of the blocks"
+    reduce_setting = "parallel.fsdp.reduce_each_micro_batch=true"
+    loaded_config = config(*keys)
+    usual, lean = (
+        preflight(way, 4).forecast for way in (loaded_config, config(*keys, reduce_setting))
+    )
+    usual_bytes, lean_bytes = (forecast.stages[0].memory["fsdp"].step for forecast in (usual, lean))
+    assert usual_bytes == {**lean_bytes, "accumulated": usual_bytes["accumulated"]}
+    assert 0.5 < usual_bytes["accumulated"] / (4 * usual_bytes["gradients"]) < 1, (
+        "those of the blocks"
+    )
     fits = round(lean.peak_bytes("fsdp") / FORECAST_SHARE) + 1
-    said = suggestion(loaded, predicted, fits)
-    assert said.startswith("fsdp.reduce_each_micro_batch: true over 4 ranks needs")
+    advice = suggestion(loaded_config, usual, fits)
+    assert advice.startswith("fsdp.reduce_each_micro_batch: true over 4 ranks needs")
 
 
 def test_auto_shards_where_the_whole_model_does_not_fit(
     config: Callable[..., Loaded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Asked by one of two ranks that are alike."""
-    loaded = config(*FIXED, "parallel.strategy=auto")
+    loaded_config = config(*FIXED, "parallel.strategy=auto")
     world = World(0, 0, 2, torch.device("cpu"), "none")
     monkeypatch.setattr(rank_consistency, "gather", lambda _, value: [value, value])
-    prepared = preflight(loaded, 2)
-    needed = sum(prepared.forecast.stages[0].memory_bytes.values())
-    chosen = {}
-    for share, memory in (("little", needed), ("much", 4 * needed)):
+    prepared_run = preflight(loaded_config, 2)
+    total_bytes = sum(prepared_run.forecast.stages[0].memory_bytes.values())
+    strategies = {}
+    for share, memory in (("little", total_bytes), ("much", 4 * total_bytes)):
         monkeypatch.setattr(rank_consistency, "host_bytes", lambda memory=memory: memory)
-        found = rank_consistency.resolve_strategy(loaded, prepared, world)
-        chosen[share] = found.config.parallel.strategy
-    assert chosen == {"little": "fsdp", "much": "ddp"}
-    alone = rank_consistency.resolve_strategy(loaded, prepared, replace(world, size=1))
-    assert alone.config.parallel.strategy == "ddp"
+        on_two_ranks = rank_consistency.resolve_strategy(loaded_config, prepared_run, world)
+        strategies[share] = on_two_ranks.config.parallel.strategy
+    assert strategies == {"little": "fsdp", "much": "ddp"}
+    on_one_rank = rank_consistency.resolve_strategy(
+        loaded_config, prepared_run, replace(world, size=1)
+    )
+    assert on_one_rank.config.parallel.strategy == "ddp"
     monkeypatch.setattr(rank_consistency, "host_bytes", lambda: 1 << 16)
     with pytest.raises(ConfigError, match=r"no strategy fits: .* with fsdp over 2 ranks, and the"):
-        rank_consistency.resolve_strategy(loaded, prepared, world)
+        rank_consistency.resolve_strategy(loaded_config, prepared_run, world)
 
 
 def test_what_does_not_fit_is_told_what_would(config: Callable[..., Loaded]) -> None:
-    loaded = config(*FIXED, "model.n_embd=512", "model.n_layer=8")
-    predicted = preflight(loaded, 4).forecast
-    whole, sharded = predicted.peak_bytes("ddp"), predicted.peak_bytes("fsdp")
-    assert sharded < 0.5 * whole
-    needs = bytes_text(sharded)
-    assert f"strategy: fsdp over 4 ranks needs {needs} of" in suggestion(loaded, predicted, whole)
-    assert suggestion(loaded, predicted, 2 * whole) == ""
-    kept = predicted.stages[0].memory["ddp"].kept_bytes
+    loaded_config = config(*FIXED, "model.n_embd=512", "model.n_layer=8")
+    forecast = preflight(loaded_config, 4).forecast
+    ddp_bytes, fsdp_bytes = forecast.peak_bytes("ddp"), forecast.peak_bytes("fsdp")
+    assert fsdp_bytes < 0.5 * ddp_bytes
+    needs = bytes_text(fsdp_bytes)
+    assert f"strategy: fsdp over 4 ranks needs {needs} of" in suggestion(
+        loaded_config, forecast, ddp_bytes
+    )
+    assert suggestion(loaded_config, forecast, 2 * ddp_bytes) == ""
+    least_bytes = forecast.stages[0].memory["ddp"].kept_bytes
     with pytest.raises(ConfigError, match=f"strategy: fsdp over 4 ranks needs {needs} of"):
-        check_memory(loaded, predicted, "cuda", kept - 1)
+        check_memory(loaded_config, forecast, "cuda", least_bytes - 1)

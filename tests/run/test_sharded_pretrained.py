@@ -63,13 +63,13 @@ def place_of(kind: str, folder: Path) -> tiny_run.Place:
     return tiny_run.Place(write_place(kind, folder), science.forks())
 
 
-def trained(place: tiny_run.Place, name: str, *keys: str, ranks: int) -> Path:
+def train_run(place: tiny_run.Place, name: str, *keys: str, ranks: int) -> Path:
     children = place.train(place.path / name, *keys, ranks=ranks)
     assert tiny_run.codes(children) == [0] * ranks, tiny_run.output_of(children)
     return place.path / name
 
 
-def saved(run: Path) -> dict[str, bytes]:
+def saved_bytes(run: Path) -> dict[str, bytes]:
     """The bytes of every tensor at the end, whoever saved which rows of it."""
     checkpoint = load_checkpoint(run / "checkpoints" / f"step-{STEPS}")
     return {
@@ -91,18 +91,18 @@ def test_a_model_that_began_without_memory_has_its_buffers(kind: str) -> None:
     sizes = {} if kind == "gpt2" else SIZES
     config = AutoConfig.for_model(kind, **{**sizes, "vocab_size": 64, **CHANGES.get(kind, {})})
     shape = LoraShape(complete_config(config.to_dict()))
-    whole = PretrainedModel(shape, seed=0).eval()
+    reference = PretrainedModel(shape, seed=0).eval()
     with torch.device("meta"):
         bare = PretrainedModel(shape)
     assert is_meta(bare)
     assert all(parameter.is_meta for parameter in bare.parameters())
-    assert [*dict(bare.named_parameters())] == [*dict(whole.named_parameters())]
+    assert [*dict(bare.named_parameters())] == [*dict(reference.named_parameters())]
     materialize(bare, torch.device("cpu"))
     bare.inner.tie_weights()  # `fully_shard` keeps tied parameters one
-    weights = {name: parameter.detach() for name, parameter in whole.named_parameters()}
+    weights = {name: parameter.detach() for name, parameter in reference.named_parameters()}
     copy_tensors(dict(bare.named_parameters()), weights)
     tokens = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(1))
-    assert torch.equal(bare.eval()(tokens), whole(tokens))
+    assert torch.equal(bare.eval()(tokens), reference(tokens))
 
 
 @parametrize_first("kind", sorted(BUILT_IN), first=1)
@@ -110,13 +110,13 @@ def test_shards_are_the_same_run_bit_for_bit(kind: str, tmp_path: Path) -> None:
     place = place_of(kind, tmp_path)
     operations = GPT2_GROWTH if kind == "gpt2" else GROWTH
     keys = (*ELASTIC, schedule(operations))
-    alone = trained(place, "alone", *keys, ranks=1)
-    sharded = trained(place, "fsdp", *keys, *FSDP, ranks=2)
-    assert saved(sharded) == saved(alone)
-    assert curve(sharded) == curve(alone)
+    one_rank = train_run(place, "alone", *keys, ranks=1)
+    fsdp_run = train_run(place, "fsdp", *keys, *FSDP, ranks=2)
+    assert saved_bytes(fsdp_run) == saved_bytes(one_rank)
+    assert curve(fsdp_run) == curve(one_rank)
     proofs = [
         [(op["name"], op["proof"]) for op in tiny_run.events(run, "operation")]
-        for run in (alone, sharded)
+        for run in (one_rank, fsdp_run)
     ]
     assert [name for name, _ in proofs[0]] == [op["name"] for op in operations]
     assert proofs[0] == proofs[1]
@@ -125,10 +125,10 @@ def test_shards_are_the_same_run_bit_for_bit(kind: str, tmp_path: Path) -> None:
 @pytest.mark.torture
 def test_losses_are_those_of_whole_models_up_to_rounding(tmp_path: Path) -> None:
     place = place_of("llama", tmp_path)
-    whole = trained(place, "ddp", *KEYS, ranks=2)
-    sharded = trained(place, "fsdp", *KEYS, *FSDP, ranks=2)
-    assert curve(sharded) == pytest.approx(curve(whole), rel=1e-5)
-    files = load_checkpoint(sharded / "checkpoints" / f"step-{STEPS}").manifest.files
+    ddp_run = train_run(place, "ddp", *KEYS, ranks=2)
+    fsdp_run = train_run(place, "fsdp", *KEYS, *FSDP, ranks=2)
+    assert curve(fsdp_run) == pytest.approx(curve(ddp_run), rel=1e-5)
+    files = load_checkpoint(fsdp_run / "checkpoints" / f"step-{STEPS}").manifest.files
     shares = [entry.size_bytes for name, entry in files.items() if name.startswith("model/")]
     assert len(shares) == 2
     assert max(shares) < 0.55 * sum(shares), "each rank holds and saves its rows"
@@ -139,16 +139,16 @@ def test_losses_are_those_of_whole_models_up_to_rounding(tmp_path: Path) -> None
 def test_strategies_in_turn_are_one_run(kind: str, tmp_path: Path) -> None:
     """Four ranks with shards; two replicas of shards, whole models, shards, and one process in turn; and what is exported."""
     place = place_of(kind, tmp_path)
-    alone = trained(place, "alone", *ELASTIC, ranks=1)
-    four = trained(place, "four", *ELASTIC, *FSDP, ranks=4)
-    in_turn = trained(place, "turns", *ELASTIC, *HSDP, "train.until=[2it]", ranks=4)
+    one_rank = train_run(place, "alone", *ELASTIC, ranks=1)
+    four = train_run(place, "four", *ELASTIC, *FSDP, ranks=4)
+    in_turn = train_run(place, "turns", *ELASTIC, *HSDP, "train.until=[2it]", ranks=4)
     for until, strategy, ranks in ((4, "ddp", 2), (5, "fsdp", 2), (STEPS, "ddp", 1)):
         keys = ("--set", f"parallel.strategy={strategy}", "--set", "parallel.fsdp.shards=null")
         children = place.resume(in_turn, "--until", f"{until}it", *keys, ranks=ranks)
         assert tiny_run.codes(children) == [0] * ranks, tiny_run.output_of(children)
-    assert saved(four) == saved(in_turn) == saved(alone)
+    assert saved_bytes(four) == saved_bytes(in_turn) == saved_bytes(one_rank)
     exports = []
-    for run in (alone, four):
+    for run in (one_rank, four):
         folder = run.with_name(f"{run.name}-hf")
         assert main(["checkpoint", "export", str(run), str(folder), "--to", "hf"]) == 0
         exports.append({path.name: path.read_bytes() for path in folder.iterdir()})
@@ -164,10 +164,10 @@ def test_adapters_of_peft_are_divided_too(tmp_path: Path) -> None:
     options = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     peft.get_peft_model(base, options).save_pretrained(tmp_path / "adapter")
     keys = (*ELASTIC, "schedule=[]", "model.adapter=adapter")
-    alone = trained(place, "alone", *keys, ranks=1)
-    sharded = trained(place, "fsdp", *keys, *FSDP, ranks=2)
-    assert any(".lora_a" in name for name in saved(alone))
-    assert saved(sharded) == saved(alone)
+    one_rank = train_run(place, "alone", *keys, ranks=1)
+    fsdp_run = train_run(place, "fsdp", *keys, *FSDP, ranks=2)
+    assert any(".lora_a" in name for name in saved_bytes(one_rank))
+    assert saved_bytes(fsdp_run) == saved_bytes(one_rank)
 
 
 @pytest.mark.torture
@@ -177,12 +177,12 @@ def test_a_run_without_weights_begins_alike_on_any_ranks(tmp_path: Path) -> None
     config = {"model_type": "llama", **SIZES, "vocab_size": 288}
     keys = (*ELASTIC, "model.from=null", f"model.config={json.dumps(config)}")
     keys = (*keys, "data.tokenizer=model/tokenizer.json")
-    alone = trained(place, "alone", *keys, ranks=1)
-    sharded = trained(place, "fsdp", *keys, *FSDP, ranks=2)
-    assert saved(sharded) == saved(alone)
-    shape = load_checkpoint(alone / "checkpoints" / f"step-{STEPS}").manifest.architecture
+    one_rank = train_run(place, "alone", *keys, ranks=1)
+    fsdp_run = train_run(place, "fsdp", *keys, *FSDP, ranks=2)
+    assert saved_bytes(fsdp_run) == saved_bytes(one_rank)
+    shape = load_checkpoint(one_rank / "checkpoints" / f"step-{STEPS}").manifest.architecture
     assert shape["rms_norm_eps"] == 1e-6
-    (child,) = place.instar("resume", alone, "--until", f"{STEPS + 1}it")
+    (child,) = place.instar("resume", one_rank, "--until", f"{STEPS + 1}it")
     assert child.finish() == 0, child.output()
 
 

@@ -32,12 +32,12 @@ def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Try:
     science.place(tmp_path)
     monkeypatch.chdir(tmp_path)
 
-    def attempted(task: str, *overrides: str, ranks: int = 1) -> list[str]:
-        loaded = load_config("run.yaml", [f"task={task}", "precision=fp32", *overrides])
-        prepared = preflight(loaded, ranks)
-        return run_trial(prepared, World(0, 0, ranks, torch.device("cpu"), "gloo"))
+    def try_task(task: str, *overrides: str, ranks: int = 1) -> list[str]:
+        loaded_config = load_config("run.yaml", [f"task={task}", "precision=fp32", *overrides])
+        prepared_run = preflight(loaded_config, ranks)
+        return run_trial(prepared_run, World(0, 0, ranks, torch.device("cpu"), "gloo"))
 
-    return attempted
+    return try_task
 
 
 @pytest.fixture
@@ -98,10 +98,10 @@ def test_a_mistake_in_a_task_is_named_before_the_run(
     monkeypatch.setattr(user_source, "MOST_ITEMS", 100)
     with pytest.raises(ConfigError) as caught:
         attempt(f"mistaken:{task}")
-    told = str(caught.value)
-    assert REFUSED[task] in told
-    assert f"mistaken:{task}" in told or f"{task}." in told
-    assert "Nothing was started." in told
+    message = str(caught.value)
+    assert REFUSED[task] in message
+    assert f"mistaken:{task}" in message or f"{task}." in message
+    assert "Nothing was started." in message
 
 
 def test_the_line_of_the_users_code_is_named(attempt: Try) -> None:
@@ -129,8 +129,8 @@ def test_another_batch_size_of_a_loader_is_a_warning(
     monkeypatch.chdir(place.path)
     for size in (5, 8):
         overrides = ["task=mistaken:Batched", f"train.batch_size={size}", "test.at_end=false"]
-        warned = "".join(preflight(load_config("run.yaml", overrides), 1).warnings)
-        assert ("not the batch_size 5 of the DataLoader" in warned) == (size == 8)
+        warnings = "".join(preflight(load_config("run.yaml", overrides), 1).warnings)
+        assert ("not the batch_size 5 of the DataLoader" in warnings) == (size == 8)
 
 
 @pytest.mark.parametrize("task", ["Graphs", "Uneven"])
@@ -181,10 +181,10 @@ def test_what_growth_needs_is_tried_where_the_schedule_has_growth(attempt: Try) 
 
 def test_a_trial_leaves_random_generators_as_they_were(attempt: Try) -> None:
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
-    wanted = random.random(), np.random.random(), torch.rand(1).item()
+    expected = random.random(), np.random.random(), torch.rand(1).item()
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     attempt("science:Halves")
-    assert (random.random(), np.random.random(), torch.rand(1).item()) == wanted
+    assert (random.random(), np.random.random(), torch.rand(1).item()) == expected
 
 
 def test_one_rank_or_two_refuse_without_a_folder(place: Place) -> None:
@@ -212,7 +212,7 @@ def test_a_task_that_exits_has_failed(
     run_dir = place.path / "run"
     children = place.train(run_dir, *settings, ranks=ranks)
     assert set(codes(children)) == {4}, output_of(children)
-    (failed,) = events(run_dir, "failed")
-    assert message in failed["message"]
-    assert "mistaken.py:" in failed["message"]
-    assert failed["exit_code"] == 4
+    (failure,) = events(run_dir, "failed")
+    assert message in failure["message"]
+    assert "mistaken.py:" in failure["message"]
+    assert failure["exit_code"] == 4

@@ -7,15 +7,15 @@ import pytest
 from instar.config.budget import Counters, budget_met, fraction_used, parse_budget
 
 
-def met(*budgets: str, loss: float | None = None, **used: int) -> str | None:
+def budget_reached(*budgets: str, loss: float | None = None, **used: int) -> str | None:
     progress = Counters(**used)
-    found = budget_met(
+    budget = budget_met(
         [parse_budget(text) for text in budgets],
         progress,
         epochs=progress.samples / 100,
         validation_loss=loss,
     )
-    return None if found is None else str(found)
+    return None if budget is None else str(budget)
 
 
 @pytest.mark.parametrize(
@@ -30,23 +30,23 @@ def met(*budgets: str, loss: float | None = None, **used: int) -> str | None:
 def test_counted_budgets_end_exactly(
     budget: str, before: dict[str, int], at: dict[str, int]
 ) -> None:
-    assert met(budget, **before) is None
-    assert met(budget, **at) is not None
+    assert budget_reached(budget, **before) is None
+    assert budget_reached(budget, **at) is not None
 
 
 def test_a_loss_counts_only_when_it_was_just_measured() -> None:
-    assert met("loss<3.0") is None
-    assert met("loss<3.0", loss=3.0) is None
-    assert met("loss<3.0", loss=2.9) == "loss<3.0"
-    assert met("loss<3.0", loss=float("nan")) is None
+    assert budget_reached("loss<3.0") is None
+    assert budget_reached("loss<3.0", loss=3.0) is None
+    assert budget_reached("loss<3.0", loss=2.9) == "loss<3.0"
+    assert budget_reached("loss<3.0", loss=float("nan")) is None
 
 
 def test_seconds_are_not_counted_here() -> None:
-    assert met("1s", step=10**9) is None
+    assert budget_reached("1s", step=10**9) is None
 
 
 def test_the_first_one_met_is_named() -> None:
-    assert met("10it", "5it", step=7) == "5it"
+    assert budget_reached("10it", "5it", step=7) == "5it"
 
 
 def test_the_fraction_is_that_of_the_counted_budget_nearest_to_its_end() -> None:

@@ -64,13 +64,13 @@ def test_all_ranks_leave_at_the_step_that_the_metrics_say(place: Place, case: st
         children = place.train(run_dir, *ENDLESS, stopping, *settings, ranks=ranks)
         assert codes(children) == [0] * ranks, output_of(children)
         rows = evaluations(run_dir)
-        wanted = first_stop(rows, rules, mode)
-        assert wanted == rows[-1][0] < 300
-        assert {last_step(run_dir, rank) for rank in range(ranks)} == {wanted}
+        expected_step = first_stop(rows, rules, mode)
+        assert expected_step == rows[-1][0] < 300
+        assert {last_step(run_dir, rank) for rank in range(ranks)} == {expected_step}
         (stop,) = events(run_dir, "stop")
-        assert (stop["step"], stop["resumable"]) == (wanted, False)
+        assert (stop["step"], stop["resumable"]) == (expected_step, False)
         assert "has not been better" in stop["reason"]
-        assert pointer_target(run_dir, "latest") == f"step-{wanted}"
+        assert pointer_target(run_dir, "latest") == f"step-{expected_step}"
         best = min(rows, key=lambda row: row[1]["loss"])[0]
         assert pointer_target(run_dir, "best") == f"step-{best}"
         assert result(run_dir)["step"] == best
@@ -78,13 +78,13 @@ def test_all_ranks_leave_at_the_step_that_the_metrics_say(place: Place, case: st
 
 def test_elastic_ranks_judge_stop_and_test_bit_for_bit_alike(place: Place) -> None:
     """Two ranks are compared in tests/examples/test_causal_sets.py."""
-    everything = {}
+    results = {}
     for ranks in (1, 4):
         run_dir = place.path / f"w{ranks}"
         children = place.train(run_dir, *ENDLESS, "reproducible=elastic", ranks=ranks)
         assert codes(children) == [0] * ranks, output_of(children)
         stop, best = last_step(run_dir, ranks - 1), pointer_target(run_dir, "best")
-        everything[ranks] = {
+        results[ranks] = {
             "metrics": evaluations(run_dir),
             "stop": stop,
             "pointers": (best, pointer_target(run_dir, "best-accuracy")),
@@ -93,9 +93,9 @@ def test_elastic_ranks_judge_stop_and_test_bit_for_bit_alike(place: Place) -> No
             "test": result(run_dir),
             "predictions": (run_dir / "test" / "predictions.parquet").read_bytes(),
         }
-    assert everything[1]["stop"] < 300
-    for what, found in everything[1].items():
-        assert everything[4][what] == found, what
+    assert results[1]["stop"] < 300
+    for what, expected in results[1].items():
+        assert results[4][what] == expected, what
 
 
 GROWTH = [
@@ -114,13 +114,13 @@ def test_a_run_that_goes_on_from_a_change_is_judged_as_it_was(place: Place) -> N
     run_dir = place.path / "run"
     assert codes(place.train(run_dir, *rules)) == [0]
     assert [step for step, _ in evaluations(run_dir)][:3] == [5, 10, 10]
-    once = evaluations(run_dir)
-    del once[2]
-    wanted = first_stop(once, [{"metric": "loss", "patience": 1}], "any")
-    again = place.resume(run_dir, "--from", 10)
-    assert codes(again) == [0], output_of(again)
-    assert [event["step"] for event in events(run_dir, "stop")] == [wanted, wanted]
-    assert wanted == once[-1][0] > 10
+    rows = evaluations(run_dir)
+    del rows[2]
+    expected_step = first_stop(rows, [{"metric": "loss", "patience": 1}], "any")
+    children = place.resume(run_dir, "--from", 10)
+    assert codes(children) == [0], output_of(children)
+    assert [event["step"] for event in events(run_dir, "stop")] == [expected_step, expected_step]
+    assert expected_step == rows[-1][0] > 10
 
 
 PLATEAU = (
@@ -135,21 +135,21 @@ FIRST, FLOOR = 0.03, 0.2 * 0.03
 
 def falls(rows: list[science.Row]) -> list[tuple[int, float]]:
     """The steps after which the rate falls, and the peak from there on: the definition."""
-    found, rate, begin = [], FIRST, 0
+    drops, rate, begin = [], FIRST, 0
     losses = [metrics["loss"] for _, metrics in rows]
     for count in range(1, len(rows) + 1):
         # the best stays, and counting begins anew after each fall, also one that was none
-        tried = count - begin
-        if min(still_since(losses[:count], better="min"), tried) < 2:
+        age = count - begin
+        if min(still_since(losses[:count], better="min"), age) < 2:
             continue
         begin, lower = count, max(rate / 2, FLOOR)
         if lower < rate:
             rate = lower
-            found.append((rows[count - 1][0], rate))
-    return found
+            drops.append((rows[count - 1][0], rate))
+    return drops
 
 
-def fallen(run_dir: Path, step: int) -> list[tuple[int, float]]:
+def drops_of(run_dir: Path, step: int) -> list[tuple[int, float]]:
     """What the checkpoint's history says."""
     manifest = run_dir / "checkpoints" / f"step-{step}" / "manifest.json"
     history = json.loads(manifest.read_text("utf-8"))["history"]
@@ -168,25 +168,28 @@ def test_the_rate_falls_where_the_metric_stands_still_and_so_after_resuming(
     place: Place, ranks: int
 ) -> None:
     """Stopped just as it is about to fall, or between two falls."""
-    whole = place.path / "whole"
+    full_run = place.path / "whole"
     assert (
-        codes(place.train(whole, *PLATEAU, f"train.until=[{STEPS}it]", ranks=ranks)) == [0] * ranks
+        codes(place.train(full_run, *PLATEAU, f"train.until=[{STEPS}it]", ranks=ranks))
+        == [0] * ranks
     )
-    wanted = falls(evaluations(whole))
-    assert fallen(whole, STEPS) == wanted
-    assert wanted[-1][1] == FLOOR
-    for (step, rate), (after, _) in pairwise([*wanted, (STEPS, 0.0)]):
-        assert {round(rates(whole)[n], 12) for n in range(step + 1, after + 1)} == {round(rate, 12)}
+    expected = falls(evaluations(full_run))
+    assert drops_of(full_run, STEPS) == expected
+    assert expected[-1][1] == FLOOR
+    for (step, rate), (after, _) in pairwise([*expected, (STEPS, 0.0)]):
+        assert {round(rates(full_run)[n], 12) for n in range(step + 1, after + 1)} == {
+            round(rate, 12)
+        }
 
-    for until in (wanted[0][0], wanted[1][0] + 5)[: 3 - ranks]:
+    for until in (expected[0][0], expected[1][0] + 5)[: 3 - ranks]:
         parts = place.path / f"parts-{until}"
         children = place.train(parts, *PLATEAU, f"train.until=[{until}it]", ranks=ranks)
         assert codes(children) == [0] * ranks
-        again = place.resume(parts, "--until", f"{STEPS}it", ranks=ranks)
-        assert codes(again) == [0] * ranks, output_of(again)
-        assert fallen(parts, STEPS) == wanted
-        assert rates(parts) == rates(whole)
-        assert weights(parts, STEPS) == weights(whole, STEPS)
+        resumed_children = place.resume(parts, "--until", f"{STEPS}it", ranks=ranks)
+        assert codes(resumed_children) == [0] * ranks, output_of(resumed_children)
+        assert drops_of(parts, STEPS) == expected
+        assert rates(parts) == rates(full_run)
+        assert weights(parts, STEPS) == weights(full_run, STEPS)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

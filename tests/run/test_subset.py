@@ -43,37 +43,37 @@ def ran(place: Place, name: str, *keys: str, ranks: int = 1) -> Path:
 
 @parametrize_first("ranks", [2, 4], first=1)
 def test_ranks_stops_and_contexts_train_on_the_same_part(place: Place, ranks: int) -> None:
-    alone = ran(place, "alone")
-    whole = fingerprint(alone, STEPS)
-    assert fingerprint(ran(place, "ranks", ranks=ranks), STEPS) == whole
-    stopped = ran(place, "stopped", "train.until=5it", ranks=ranks)
-    children = place.resume(stopped, "--until", f"{STEPS}it")
+    one_rank = ran(place, "alone")
+    expected = fingerprint(one_rank, STEPS)
+    assert fingerprint(ran(place, "ranks", ranks=ranks), STEPS) == expected
+    parts = ran(place, "stopped", "train.until=5it", ranks=ranks)
+    children = place.resume(parts, "--until", f"{STEPS}it")
     assert codes(children) == [0], output_of(children)
-    assert weights(stopped, STEPS) == weights(alone, STEPS)
-    assert fingerprint(ran(place, "all", "data.train_subset=null"), STEPS) != whole
+    assert weights(parts, STEPS) == weights(one_rank, STEPS)
+    assert fingerprint(ran(place, "all", "data.train_subset=null"), STEPS) != expected
 
 
 def test_the_forecast_the_run_and_its_record_say_which_part(place: Place) -> None:
-    loaded = load_config("run.yaml", KEYS)
-    prepare_run_data(loaded, 1, lambda _: None)
-    forecast, whole = (
+    loaded_config = load_config("run.yaml", KEYS)
+    prepare_run_data(loaded_config, 1, lambda _: None)
+    forecast, full_forecast = (
         preflight(load_config("run.yaml", [*KEYS, *more]), 1).forecast
         for more in ((), ("data.train_subset=null",))
     )
-    tokens, all_tokens = forecast.dataset_tokens, whole.dataset_tokens
+    tokens, all_tokens = forecast.dataset_tokens, full_forecast.dataset_tokens
     assert tokens is not None
     assert all_tokens is not None
     assert tokens == pytest.approx(all_tokens / 4, abs=1)
     assert forecast.samples_per_epoch == forecast.splits["train"] == -(-(tokens - 1) // 8)
-    assert {**forecast.splits, "train": 0} == {**whole.splits, "train": 0}
+    assert {**forecast.splits, "train": 0} == {**full_forecast.splits, "train": 0}
     remark = f"data.train_subset 0.25: {tokens:,} of {all_tokens:,} tokens of the training split"
     assert forecast.drawing == remark
     assert remark in " ".join(render(forecast).split())
     children = place.train(place.path / "run", *KEYS)
     assert codes(children) == [0], output_of(children)
     assert f"data  {remark}" in output_of(children)
-    (started,) = events(place.path / "run", "run_started")
-    assert (started["drawing"], started["splits"]["train"]) == (remark, forecast.splits["train"])
+    (start,) = events(place.path / "run", "run_started")
+    assert (start["drawing"], start["splits"]["train"]) == (remark, forecast.splits["train"])
     (end,) = (event["epoch"] for event in events(place.path / "run", "train")[-1:])
     assert forecast.early is not None
     assert end == pytest.approx(forecast.early.epochs)

@@ -39,7 +39,7 @@ def place(tmp_path: Path) -> Place:
     return science.place(tmp_path)
 
 
-def trained(place: Place, *settings: str, name: str = "run", ranks: int = 1) -> Path:
+def train_run(place: Place, *settings: str, name: str = "run", ranks: int = 1) -> Path:
     run_dir = place.path / name
     children = place.train(run_dir, *settings, ranks=ranks)
     assert codes(children) == [0] * ranks, output_of(children)
@@ -60,8 +60,8 @@ def predictions(run_dir: Path) -> dict[str, NDArray[Any]]:
 def chances(run_dir: Path, step: str, numbers: NDArray[np.int64]) -> NDArray[np.float64]:
     """What a checkpoint's file of weights says of points, in plain numpy."""
     weights = load_file(run_dir / "checkpoints" / step / "model.safetensors")
-    drawn = np.random.default_rng(SEED)
-    x = 3 * drawn.normal(size=(80, 2)).astype(np.float32)[numbers]
+    rng = np.random.default_rng(SEED)
+    x = 3 * rng.normal(size=(80, 2)).astype(np.float32)[numbers]
     hidden = np.maximum(x @ weights["up.weight"].T + weights["up.bias"], 0)
     logits = (hidden @ weights["down.weight"].T + weights["down.bias"]).astype(np.float64)
     powers = np.exp(logits - logits.max(1, keepdims=True))
@@ -75,27 +75,27 @@ about = partial(pytest.approx, abs=1e-5)
 def test_any_number_of_ranks_tests_every_sample_once_and_alike(place: Place, samples: int) -> None:
     """At the end of a run of two ranks, and of its best checkpoint on one, two and three; also
     where there are more ranks than samples."""
-    run_dir = trained(place, f"data.test={samples}", ranks=2)
+    run_dir = train_run(place, f"data.test={samples}", ranks=2)
     at_end, file = result(run_dir), run_dir / "test" / "predictions.parquet"
     bytes_at_end = file.read_bytes()
     assert at_end["weights"] == "best"
     for ranks in (1, 2, 3):
         file.unlink()
-        found = outcome(place, run_dir, ranks=ranks)
-        assert found | {"weights": "best"} == at_end
+        test_result = outcome(place, run_dir, ranks=ranks)
+        assert test_result | {"weights": "best"} == at_end
         assert file.read_bytes() == bytes_at_end
-    assert {each.name for each in file.parent.iterdir()} == {"result.json", file.name}
+    assert {path.name for path in file.parent.iterdir()} == {"result.json", file.name}
 
-    said_of = predictions(run_dir)
+    columns = predictions(run_dir)
     splits = divide_samples(80, val=21, test=samples, seed=SEED)
-    assert said_of["sample"].tolist() == said_of["number"].tolist() == splits["test"].tolist()
-    told = {name: metric["value"] for name, metric in at_end["metrics"].items()}
-    side, guessed, chance = said_of["side"], said_of["side.predicted"], said_of["chances"]
-    assert told["accuracy"] == np.mean(side == guessed)
-    assert told["loss"] == about(-np.mean(np.log(chance[np.arange(samples), side])))
-    assert told["doubt"] == about(np.mean(1 - chance.max(1)))
-    classes = range(max(*side, *guessed) + 1)
-    counts = [[int(np.sum((side == a) & (guessed == b))) for b in classes] for a in classes]
+    assert columns["sample"].tolist() == columns["number"].tolist() == splits["test"].tolist()
+    metrics = {name: metric["value"] for name, metric in at_end["metrics"].items()}
+    side, guesses, chance = columns["side"], columns["side.predicted"], columns["chances"]
+    assert metrics["accuracy"] == np.mean(side == guesses)
+    assert metrics["loss"] == about(-np.mean(np.log(chance[np.arange(samples), side])))
+    assert metrics["doubt"] == about(np.mean(1 - chance.max(1)))
+    classes = range(max(*side, *guesses) + 1)
+    counts = [[int(np.sum((side == a) & (guesses == b))) for b in classes] for a in classes]
     assert at_end["confusion"] == {"side": counts}
 
 
@@ -111,20 +111,20 @@ def test_ranks_on_hosts_without_a_shared_disk_are_refused(place: Place) -> None:
 
 
 def test_the_mark_best_means_the_metric_that_the_pointer_best_follows(place: Place) -> None:
-    run_dir = trained(place, "checkpoint.best_of=[accuracy, loss]", "checkpoint.keep_best=9")
-    recorded = list(read_events(run_dir / "events.jsonl"))
-    evals = [e for e in recorded if isinstance(e, Eval) and e.split == "val"]
-    marked = [f"step-{e.step}" for e in evals if e.best]
-    loss_marked = [f"step-{e.step}" for e in evals if "loss" in e.best_of]
-    assert marked != loss_marked, "the two metrics must differ in this run"
-    assert marked[-1] == pointer_target(run_dir, "best")
-    assert loss_marked[-1] == pointer_target(run_dir, "best-loss")
+    run_dir = train_run(place, "checkpoint.best_of=[accuracy, loss]", "checkpoint.keep_best=9")
+    all_events = list(read_events(run_dir / "events.jsonl"))
+    evals = [e for e in all_events if isinstance(e, Eval) and e.split == "val"]
+    best_steps = [f"step-{e.step}" for e in evals if e.best]
+    best_loss_steps = [f"step-{e.step}" for e in evals if "loss" in e.best_of]
+    assert best_steps != best_loss_steps, "the two metrics must differ in this run"
+    assert best_steps[-1] == pointer_target(run_dir, "best")
+    assert best_loss_steps[-1] == pointer_target(run_dir, "best-loss")
     accuracies = {f"step-{e.step}": e.extra["accuracy"] for e in evals}
-    assert accuracies[marked[-1]] == max(accuracies.values())
+    assert accuracies[best_steps[-1]] == max(accuracies.values())
 
-    followed = next(e for e in evals if e.best)
+    first_best = next(e for e in evals if e.best)
     only_loss = next(e for e in evals if e.best_of == ("loss",))
-    assert "best accuracy" in eval_line(followed)
+    assert "best accuracy" in eval_line(first_best)
     assert not only_loss.best
     assert "best loss" in eval_line(only_loss)
 
@@ -132,14 +132,14 @@ def test_the_mark_best_means_the_metric_that_the_pointer_best_follows(place: Pla
     name, value = best_held_out(summary) or ("", None)
     assert name == "val/accuracy"
     assert value is not None
-    assert f"step-{value.step}" == marked[-1]
-    end = next(e for e in recorded if isinstance(e, RunFinished))
-    told = f"best accuracy {accuracies[marked[-1]]:.4g} at {value.step:,}"
-    assert told in finished_line(end, run_dir, stop_reason="")
+    assert f"step-{value.step}" == best_steps[-1]
+    end = next(e for e in all_events if isinstance(e, RunFinished))
+    best_text = f"best accuracy {accuracies[best_steps[-1]]:.4g} at {value.step:,}"
+    assert best_text in finished_line(end, run_dir, stop_reason="")
 
 
 def test_the_best_weights_are_tested_though_the_last_are_worse(place: Place) -> None:
-    run_dir = trained(place)
+    run_dir = train_run(place)
     best, last = pointer_target(run_dir, "best"), pointer_target(run_dir, "latest")
     losses = dict(evaluations(run_dir))
     steps = [int(name.removeprefix("step-")) for name in (best, last)]
@@ -148,8 +148,8 @@ def test_the_best_weights_are_tested_though_the_last_are_worse(place: Place) -> 
     of = predictions(run_dir)
     assert of["chances"] == about(chances(run_dir, best, of["number"]))
     assert of["chances"] != about(chances(run_dir, last, of["number"]))
-    told = {"loss": result(run_dir)["metrics"]["loss"]["value"]}
-    assert evaluations(run_dir, "test")[0][1]["loss"] == told["loss"]
+    metrics = {"loss": result(run_dir)["metrics"]["loss"]["value"]}
+    assert evaluations(run_dir, "test")[0][1]["loss"] == metrics["loss"]
 
 
 GROWTH = [
@@ -160,8 +160,8 @@ GROWTH = [
 
 def test_the_best_is_tested_in_the_shape_that_it_had(place: Place) -> None:
     """Two ranks grow after it, and learn nothing more; the last weights have another shape."""
-    grown = *FOREVER, f"schedule={json.dumps(GROWTH)}", "train.until=[45it]"
-    run_dir = trained(place, *grown, ranks=2)
+    settings = *FOREVER, f"schedule={json.dumps(GROWTH)}", "train.until=[45it]"
+    run_dir = train_run(place, *settings, ranks=2)
     best, last = pointer_target(run_dir, "best"), pointer_target(run_dir, "latest")
     sizes = [
         load_file(run_dir / "checkpoints" / step / "model.safetensors")["up.bias"].size
@@ -178,7 +178,7 @@ def test_the_best_is_tested_in_the_shape_that_it_had(place: Place) -> None:
 
 
 def test_the_last_weights_are_tested_where_the_config_says_so(place: Place) -> None:
-    run_dir = trained(place, "test.weights=last", *FOREVER, "train.until=[22it]")
+    run_dir = train_run(place, "test.weights=last", *FOREVER, "train.until=[22it]")
     assert (result(run_dir)["step"], result(run_dir)["weights"]) == (22, "last")
     of = predictions(run_dir)
     assert of["chances"] == about(chances(run_dir, "step-22", of["number"]))
@@ -192,7 +192,7 @@ def test_the_best_weights_are_not_promised_where_nothing_saves_them(place: Place
 
 @pytest.mark.parametrize("weights", ["best", "last"])
 def test_an_average_of_the_weights_is_what_is_tested(place: Place, weights: str) -> None:
-    run_dir = trained(place, "train.ema=0.9", f"test.weights={weights}")
+    run_dir = train_run(place, "train.ema=0.9", f"test.weights={weights}")
     at_end = result(run_dir)
     start = {"best": "best", "last": "latest"}[weights]
     assert outcome(place, run_dir, "--from", start) | {"weights": weights} == at_end
@@ -217,15 +217,15 @@ def test_graphs_are_tested_once_each_on_any_number_of_ranks(place: Place) -> Non
     numbers = divide_samples(64, val=13, test=11, seed=SEED)["test"]
     assert of["sample"].tolist() == numbers.tolist()
     assert of["side"].tolist() == graphs["side"][numbers].tolist()  # type: ignore[index, call-overload]
-    told = {name: metric["value"] for name, metric in at_end["metrics"].items()}
-    assert told["side/accuracy"] == np.mean(of["side"] == of["side.predicted"])
-    assert told["size/mae"] == about(np.mean(np.abs(of["size"] - of["size.predicted"])))
+    metrics = {name: metric["value"] for name, metric in at_end["metrics"].items()}
+    assert metrics["side/accuracy"] == np.mean(of["side"] == of["side.predicted"])
+    assert metrics["size/mae"] == about(np.mean(np.abs(of["size"] - of["size.predicted"])))
     assert np.sum(at_end["confusion"]["side"]) == 11
 
 
 def test_predictions_are_not_written_where_nobody_wants_them(place: Place) -> None:
-    run_dir = trained(place, "test.predictions=false")
-    assert {each.name for each in (run_dir / "test").iterdir()} == {"result.json"}
+    run_dir = train_run(place, "test.predictions=false")
+    assert {path.name for path in (run_dir / "test").iterdir()} == {"result.json"}
     assert result(run_dir)["confusion"] == {}
     assert events(run_dir, "stop")
 

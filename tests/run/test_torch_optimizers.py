@@ -60,9 +60,9 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
 SHAPES = {"w": (7, 5), "norm.weight": (5,), "conv": (4, 3, 3), "number": ()}
 
 
-def section(given: Mapping[str, Any]) -> OptimizerConfig:
-    decay = {"weight_decay": 0.1} if "weight_decay" in OPTIMIZERS[given["name"]].keys else {}
-    return OptimizerConfig.model_validate({**decay, **given})
+def section(values: Mapping[str, Any]) -> OptimizerConfig:
+    decay = {"weight_decay": 0.1} if "weight_decay" in OPTIMIZERS[values["name"]].keys else {}
+    return OptimizerConfig.model_validate({**decay, **values})
 
 
 def parameters(seed: int = 0) -> dict[str, Parameter]:
@@ -70,14 +70,16 @@ def parameters(seed: int = 0) -> dict[str, Parameter]:
     return {n: Parameter(torch.randn(shape, generator=generator)) for n, shape in SHAPES.items()}
 
 
-def reference(named: Mapping[str, Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+def reference(
+    parameters: Mapping[str, Parameter], config: OptimizerConfig
+) -> torch.optim.Optimizer:
     """torch's own, as a plain loop has it: matrices decay, vectors do not."""
     spec = OPTIMIZERS[config.name]
     arguments = constructor_arguments(config.name, config.model_dump())
     decay = arguments.pop("weight_decay", None)
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in named.values() if p.ndim > 1]},
-        {"params": [p for p in named.values() if p.ndim < 2]},
+        {"params": [p for p in parameters.values() if p.ndim > 1]},
+        {"params": [p for p in parameters.values() if p.ndim < 2]},
     ]
     if decay is not None:
         groups[0]["weight_decay"], groups[1]["weight_decay"] = decay, 0.0
@@ -85,8 +87,8 @@ def reference(named: Mapping[str, Parameter], config: OptimizerConfig) -> torch.
         config.name, {}
     )
     kind: Any = getattr(torch.optim, spec.target)
-    made: torch.optim.Optimizer = kind(groups, lr=config.lr, **arguments)
-    return made
+    optimizer: torch.optim.Optimizer = kind(groups, lr=config.lr, **arguments)
+    return optimizer
 
 
 def give_gradients(sides: tuple[Mapping[str, Parameter], ...], step: int) -> None:
@@ -98,22 +100,22 @@ def give_gradients(sides: tuple[Mapping[str, Parameter], ...], step: int) -> Non
             side[name].grad = None if name == "conv" and step < 5 else gradient.clone()
 
 
-@pytest.mark.parametrize("resumed", [False, True], ids=["in one go", "resumed at every step"])
+@pytest.mark.parametrize("resumes", [False, True], ids=["in one go", "resumed at every step"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_an_optimizer_by_name_is_torchs_bit_for_bit(variant: str, resumed: bool) -> None:
+def test_an_optimizer_by_name_is_torchs_bit_for_bit(variant: str, resumes: bool) -> None:
     config = section(VARIANTS[variant])
-    ours, theirs = parameters(), parameters()
-    plain = reference(theirs, config)
+    actual, expected = parameters(), parameters()
+    plain = reference(expected, config)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(plain, 0.9)
     follows = OPTIMIZERS[config.name].follows_rate
-    optimizers = build_optimizers(ours, config)
+    optimizers = build_optimizers(actual, config)
     rate = config.lr
     for step in range(25):
-        if resumed and step:
-            saved = {n: t.clone() for n, t in optimizer_tensors(optimizers, ours).items()}
-            optimizers = build_optimizers(ours, config)
-            load_optimizer_tensors(optimizers, ours, saved)
-        give_gradients((ours, theirs), step)
+        if resumes and step:
+            states = {n: t.clone() for n, t in optimizer_tensors(optimizers, actual).items()}
+            optimizers = build_optimizers(actual, config)
+            load_optimizer_tensors(optimizers, actual, states)
+        give_gradients((actual, expected), step)
         set_learning_rate(optimizers, rate, step)
         for optimizer in optimizers:
             optimizer.step()
@@ -122,9 +124,9 @@ def test_an_optimizer_by_name_is_torchs_bit_for_bit(variant: str, resumed: bool)
             scheduler.step()
             rate = plain.param_groups[0]["lr"]
         for name in SHAPES:
-            assert torch.equal(ours[name], theirs[name]), (step, name)
-    changed = [not torch.equal(ours[name], initial) for name, initial in parameters().items()]
-    assert all(changed)
+            assert torch.equal(actual[name], expected[name]), (step, name)
+    changes = [not torch.equal(actual[name], initial) for name, initial in parameters().items()]
+    assert all(changes)
 
 
 @pytest.mark.parametrize(
@@ -134,17 +136,17 @@ def test_an_optimizer_by_name_is_torchs_bit_for_bit(variant: str, resumed: bool)
 def test_a_state_that_is_asked_for_later_begins_at_0(state: str, changes: dict[str, Any]) -> None:
     """As in a run that sets a momentum, or was resumed with other options."""
     before = OptimizerConfig.model_validate({"name": "rmsprop"})
-    ours = parameters()
+    named_parameters = parameters()
     states: dict[str, torch.Tensor] = {}
     for config in (before, before.model_copy(update=changes)):
-        optimizers = build_optimizers(ours, config)
-        load_optimizer_tensors(optimizers, ours, states)
-        give_gradients((ours,), 7)
+        optimizers = build_optimizers(named_parameters, config)
+        load_optimizer_tensors(optimizers, named_parameters, states)
+        give_gradients((named_parameters,), 7)
         set_learning_rate(optimizers, 0.01, 0)
         for optimizer in optimizers:
             optimizer.step()
-        states = optimizer_tensors(optimizers, ours)
-    gradient, square = ours["w"].grad, states["w/square_avg"]
+        states = optimizer_tensors(optimizers, named_parameters)
+    gradient, square = named_parameters["w"].grad, states["w/square_avg"]
     assert gradient is not None
     mean = 0.01 * gradient
     expected = mean if state == "grad_avg" else gradient / (square.sqrt() + 1e-8)
@@ -188,8 +190,8 @@ def place(tmp_path: Path) -> Place:
 def test_a_run_grows_and_is_the_same_on_two_ranks_and_resumed(name: str, place: Place) -> None:
     """Its proof of growth holds, under DDP and, where rows can be updated alone, in shards."""
     keys = (f"optimizer.name={name}", f"schedule={json.dumps(GROWING)}")
-    whole, parts = place.path / "whole", place.path / "parts"
-    children = place.train(whole, *keys)
+    full_run, parts = place.path / "whole", place.path / "parts"
+    children = place.train(full_run, *keys)
     assert codes(children) == [0], output_of(children)
     strategy = "fsdp" if OPTIMIZERS[name].is_elementwise else "ddp"
     in_parts = (*keys, "train.until=[5it]", f"parallel.strategy={strategy}")
@@ -197,11 +199,11 @@ def test_a_run_grows_and_is_the_same_on_two_ranks_and_resumed(name: str, place: 
     assert codes(children) == [0, 0], output_of(children)
     children = place.resume(parts, "--until", "8it", "--set", "parallel.strategy=ddp", ranks=2)
     assert codes(children) == [0, 0], output_of(children)
-    assert weights(parts, 8) == weights(whole, 8)
-    grown = [event["name"] for event in events(whole, "operation")]
-    assert grown == [entry["name"] for entry in GROWING]
-    states = load_file(whole / "checkpoints/step-8/optimizer.safetensors")
-    parameter_names = load_file(whole / "checkpoints/step-8/model.safetensors").keys()
+    assert weights(parts, 8) == weights(full_run, 8)
+    operations = [event["name"] for event in events(full_run, "operation")]
+    assert operations == [entry["name"] for entry in GROWING]
+    states = load_file(full_run / "checkpoints/step-8/optimizer.safetensors")
+    parameter_names = load_file(full_run / "checkpoints/step-8/model.safetensors").keys()
     assert {key.rpartition("/")[0] for key in states} <= parameter_names
     steps = {key: value.item() for key, value in states.items() if key.endswith("/step")}
     assert max(steps.values()) == 8
@@ -210,11 +212,11 @@ def test_a_run_grows_and_is_the_same_on_two_ranks_and_resumed(name: str, place: 
 ARCH = resolve_architecture(ModelConfig(n_layer=2, n_head=2, n_embd=16, context=8), 20)
 
 
-def trained(config: OptimizerConfig) -> tuple[Any, dict[str, torch.Tensor]]:
+def train_model(config: OptimizerConfig) -> tuple[Any, dict[str, torch.Tensor]]:
     """A model and the states of its optimizer after some steps."""
     model = random_gpt(ARCH)
-    named = dict(model.named_parameters())
-    optimizers = build_optimizers(named, config)
+    parameters = dict(model.named_parameters())
+    optimizers = build_optimizers(parameters, config)
     inputs, targets = batch(ARCH)
     for step in range(5):
         set_learning_rate(optimizers, config.lr, step)
@@ -223,7 +225,7 @@ def trained(config: OptimizerConfig) -> tuple[Any, dict[str, torch.Tensor]]:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    return model, {n: t.clone() for n, t in optimizer_tensors(optimizers, named).items()}
+    return model, {n: t.clone() for n, t in optimizer_tensors(optimizers, parameters).items()}
 
 
 GROWTH = {
@@ -239,70 +241,72 @@ GROWTH = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_state_grows_by_the_plan_and_the_optimizer_goes_on(variant: str, growth: str) -> None:
     config = section(VARIANTS[variant])
-    model, states = trained(config)
+    model, states = train_model(config)
     check_states(shapes_of(states), shapes_of(dict(model.named_parameters())))
     arch, plan = operators.plan(ARCH, GROWTH[growth], step=0)
-    grown = grow_optimizer(plan, states, (7, 0))
+    new_states = grow_optimizer(plan, states, (7, 0))
     new = build_model(arch, apply(plan, values(model), Role.PARAMETER, (7, 0)))
-    named = dict(new.named_parameters())
-    check_states(shapes_of(grown), shapes_of(named))
+    new_parameters = dict(new.named_parameters())
+    check_states(shapes_of(new_states), shapes_of(new_parameters))
     sizes = [state for state, role in KNOWN_STATES.items() if role.is_size]
-    for key, state in grown.items():
+    for key, state in new_states.items():
         assert state.isfinite().all(), key
         if key.rpartition("/")[2] in (*sizes, "row_var", "col_var"):
             assert (state >= 0).all(), key
-    optimizers = build_optimizers(named, config)
-    load_optimizer_tensors(optimizers, named, grown)
+    optimizers = build_optimizers(new_parameters, config)
+    load_optimizer_tensors(optimizers, new_parameters, new_states)
     set_learning_rate(optimizers, config.lr, 5)
     inputs, targets = batch(arch)
     torch.nn.functional.cross_entropy(new(inputs).flatten(0, 1), targets.flatten()).backward()
     for optimizer in optimizers:
         optimizer.step()
-    assert all(parameter.isfinite().all() for parameter in named.values())
+    assert all(parameter.isfinite().all() for parameter in new_parameters.values())
 
 
 def test_factors_of_adafactor_are_those_of_the_grown_mean_of_squares() -> None:
     """Row and column means of rank 1: the grown factors are the means of the grown matrix."""
-    _, states = trained(section({"name": "adafactor"}))
+    _, states = train_model(section({"name": "adafactor"}))
     _, plan = operators.plan(ARCH, GROWTH["hidden"], step=0)
     name = "blocks.0.mlp.up.weight"
     row, column = states[f"{name}/row_var"], states[f"{name}/col_var"]
     for state, factor, dim in (("row_var", row, -1), ("col_var", column, -2)):
         square = {f"{name}/exp_avg_sq": factor.expand(row.shape[0], column.shape[1])}
-        grown = grow_state(plan, f"{name}/exp_avg_sq", square.__getitem__, (7, 0))
-        found = grow_state(plan, f"{name}/{state}", states.__getitem__, (7, 0))
-        torch.testing.assert_close(found, grown.mean(dim, keepdim=True))
-        assert found.shape != factor.shape or dim == -1
+        new_square = grow_state(plan, f"{name}/exp_avg_sq", square.__getitem__, (7, 0))
+        new_factor = grow_state(plan, f"{name}/{state}", states.__getitem__, (7, 0))
+        torch.testing.assert_close(new_factor, new_square.mean(dim, keepdim=True))
+        assert new_factor.shape != factor.shape or dim == -1
 
 
 def test_sizes_of_new_slices_are_means_and_averages_of_parameters_are_parameters() -> None:
-    model, states = trained(section({"name": "rprop"}))
+    model, states = train_model(section({"name": "rprop"}))
     _, plan = operators.plan(ARCH, GROWTH["zero"], step=0)
     name = "blocks.0.mlp.up.weight"
     old = states[f"{name}/step_size"]
     new = grow_optimizer(plan, states, (7, 0))[f"{name}/step_size"]
     assert torch.equal(new[: len(old)], old)
     torch.testing.assert_close(new[len(old) :], old.mean(0).expand(len(new) - len(old), -1))
-    model, states = trained(section({"name": "asgd"}))
-    grown = grow_optimizer(plan, states, (7, 0))
+    model, states = train_model(section({"name": "asgd"}))
+    new_states = grow_optimizer(plan, states, (7, 0))
     parameters = apply(plan, values(model), Role.PARAMETER, (7, 0))
     for key, tensor in parameters.items():
-        if f"{key}/ax" in grown:  # what is averaged from the first step is the parameter itself
-            assert torch.equal(grown[f"{key}/ax"], tensor), key
+        if (
+            f"{key}/ax" in new_states
+        ):  # what is averaged from the first step is the parameter itself
+            assert torch.equal(new_states[f"{key}/ax"], tensor), key
 
 
 def test_steps_of_shared_weights_are_shared_and_those_of_gradients_are_not() -> None:
     """A reader's weight is divided among copies, whose gradient is the old one."""
     _, plan = operators.plan(ARCH, GROWTH["split"], step=0)
     name = "blocks.0.mlp.down.weight"
-    ones = torch.ones(16, 64)
+    old_state = torch.ones(16, 64)
     half = {"step_size": 0.5, "acc_delta": 0.25, "exp_inf": 1.0, "sum": 1.0, "ax": 0.5}
     for state, factor in half.items():
-        grown = grow_state(plan, f"{name}/{state}", lambda _: ones, (7, 0))
-        assert grown.unique().tolist() == [factor], state
+        new_state = grow_state(plan, f"{name}/{state}", lambda _: old_state, (7, 0))
+        assert new_state.unique().tolist() == [factor], state
 
 
-def refused(name: str, op: str, value: Any = None, **options: Any) -> str:
+def refusal_of(name: str, op: str, value: Any = None, **options: Any) -> str:
     """Why a run with an optimizer cannot carry out an operation; empty: it can."""
     constant = ["learning_rate.shape=constant", "learning_rate.warmup_iters=0"]
     config = load_checked(None, [f"optimizer.name={name}", *constant]).config
@@ -321,7 +325,7 @@ def test_an_operation_that_an_optimizer_has_no_dial_for_is_refused_by_name(name:
         ("set_momentum", 0.5, "momentum", "momentum"),
         ("change_weight_decay", 0.5, "weight_decay", "weight decay"),
     ):
-        reason = refused(name, op, value)
+        reason = refusal_of(name, op, value)
         assert (key in reads) is (reason == ""), op
         assert not reason or reason.startswith(f"{op}: optimizer.name {name} has no {what}")
     rates: list[tuple[str, Any, dict[str, Any]]] = [
@@ -332,7 +336,7 @@ def test_an_operation_that_an_optimizer_has_no_dial_for_is_refused_by_name(name:
         ("widen_mlp", "x2", {"lr": {"rewarm_new": 5}}),
     ]
     for op, value, options in rates:
-        reason = refused(name, op, value, **options)
+        reason = refusal_of(name, op, value, **options)
         assert (name == "rprop") is ("finds its steps itself" in reason), (op, reason)
 
 
@@ -344,20 +348,20 @@ def test_dials_turn_in_a_run_and_equal_a_resume_with_the_key(place: Place) -> No
         {"name": "set_lr", "value": 0.002, "when": {"at_step": 4}},
     ]
     keys = ("optimizer.name=rmsprop", "reproducible=fixed")
-    turned, resumed = place.path / "turned", place.path / "resumed"
-    children = place.train(turned, *keys, f"schedule={json.dumps(schedule)}")
+    by_operation, by_resume = place.path / "turned", place.path / "resumed"
+    children = place.train(by_operation, *keys, f"schedule={json.dumps(schedule)}")
     assert codes(children) == [0], output_of(children)
-    children = place.train(resumed, *keys, "train.until=[4it]")
+    children = place.train(by_resume, *keys, "train.until=[4it]")
     assert codes(children) == [0], output_of(children)
     sets = [f"optimizer.{key}" for key in ("momentum=0.8", "weight_decay=0.2", "lr=0.002")]
     words = [word for text in sets for word in ("--set", text)]
-    children = place.resume(resumed, "--until", "8it", *words)
+    children = place.resume(by_resume, "--until", "8it", *words)
     assert codes(children) == [0], output_of(children)
-    assert weights(turned, 8) == weights(resumed, 8)
+    assert weights(by_operation, 8) == weights(by_resume, 8)
 
 
 def test_an_operation_without_a_dial_in_a_schedule_is_refused_before_the_start() -> None:
     schedule = "schedule=[{name: set_betas, value: [0.8, 0.9], when: {at_step: 3}}]"
-    loaded = load_config(None, ["optimizer.name=rmsprop", schedule, "data.path=none"])
+    loaded_config = load_config(None, ["optimizer.name=rmsprop", schedule, "data.path=none"])
     with pytest.raises((ConfigError, ScheduleError), match=r"optimizer\.name rmsprop has no betas"):
-        preflight(loaded, 1, assume=lambda _: None)
+        preflight(loaded_config, 1, assume=lambda _: None)

@@ -36,8 +36,8 @@ def test_a_run_resumed_changed_and_branched_has_the_rates_of_torch(tmp_path: Pat
     (tmp_path / "run.yaml").write_text(RUN, encoding="utf-8")
     place = Place(tmp_path, forks())
     keys = (f"schedule={json.dumps(SCHEDULE)}",)
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    children = place.train(whole, *keys)
+    full_run, parts = tmp_path / "whole", tmp_path / "parts"
+    children = place.train(full_run, *keys)
     assert codes(children) == [0], output_of(children)
     children = place.train(parts, *keys, "train.until=[7it]")
     assert codes(children) == [0], output_of(children)
@@ -51,9 +51,9 @@ def test_a_run_resumed_changed_and_branched_has_the_rates_of_torch(tmp_path: Pat
         expected.append(scheduler.get_last_lr()[0] * (1 if step < 8 else 0.5))
         optimizer.step()
         scheduler.step()
-    assert rates(whole) == pytest.approx(expected, rel=1e-6)
-    assert rates(parts) == rates(whole)
-    assert weights(parts, 12) == weights(whole, 12)
+    assert rates(full_run) == pytest.approx(expected, rel=1e-6)
+    assert rates(parts) == rates(full_run)
+    assert weights(parts, 12) == weights(full_run, 12)
     # the branch goes on at the trunk's rate, and falls in its last two steps from that of the first of them
     side = rates(tmp_path / "whole.side")
     assert side[:2] == pytest.approx(expected[5:7], rel=1e-6)

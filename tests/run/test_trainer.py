@@ -30,8 +30,8 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in trainer.parts.stepper.parameters.items()}
 
 
-def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(one[name], other[name]) for name in one)
+def equal(tensors: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(tensors[name], other[name]) for name in tensors)
 
 
 def test_a_run_learns_and_counts_everything(trainer: Make, losses: Losses, tmp_path: Path) -> None:
@@ -48,10 +48,10 @@ def test_a_run_learns_and_counts_everything(trainer: Make, losses: Losses, tmp_p
 
 
 def test_the_same_run_twice_is_the_same_bit_for_bit(trainer: Make) -> None:
-    one, other = trainer(name="one"), trainer("data.prefetch=false", name="other")
-    one.train()
-    other.train()
-    assert equal(weights(one), weights(other))
+    first, second = trainer(name="one"), trainer("data.prefetch=false", name="other")
+    first.train()
+    second.train()
+    assert equal(weights(first), weights(second))
 
 
 def test_another_seed_is_another_run(trainer: Make, losses: Losses) -> None:
@@ -85,7 +85,7 @@ def test_the_last_partial_batch_of_an_epoch_is_used(trainer: Make) -> None:
 
 def test_settings_change_between_steps_and_no_sample_is_lost(trainer: Make) -> None:
     run = trainer("train.until=[1ep]", "train.batch_size=16")
-    taken: list[int] = []
+    samples: list[int] = []
     operations = [
         Operation("change_batch_size", 0.5),
         Operation("set_grad_accum", 3.0),
@@ -95,10 +95,10 @@ def test_settings_change_between_steps_and_no_sample_is_lost(trainer: Make) -> N
     while run.decide() is None:
         before = run.state.progress.samples
         run.step()
-        taken += order.indices(0, before, run.state.progress.samples).tolist()
+        samples += order.indices(0, before, run.state.progress.samples).tolist()
         if operations and run.state.progress.step % 3 == 0:
             carry_out(run, operations.pop(0))
-    assert sorted(taken) == list(range(run.state.phase.samples_per_epoch))
+    assert sorted(samples) == list(range(run.state.phase.samples_per_epoch))
     assert len(run.state.history) == 3
     assert run.state.settings.batch_size == 8
     rate = run.parts.stepper.optimizers[0].param_groups[0]["lr"]
@@ -134,11 +134,11 @@ def test_clipping_bounds_the_update_and_records_the_norm_before_it(
         group["lr_ratio"] = 1.0
     before = weights(run)
     run.step()
-    moved = torch.cat([(weights(run)[n] - before[n]).flatten() for n in before]).norm().item()
+    update_norm = torch.cat([(weights(run)[n] - before[n]).flatten() for n in before]).norm().item()
     event = next(e for e in read_events(tmp_path / "events.jsonl") if isinstance(e, Train))
     assert event.grad_norm is not None
     assert event.grad_norm > 0.1
-    assert moved == pytest.approx(0.01 * learning_rate(run.state.settings, 0), rel=1e-3)
+    assert update_norm == pytest.approx(0.01 * learning_rate(run.state.settings, 0), rel=1e-3)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -160,39 +160,39 @@ def test_fp16_goes_on_where_all_parameters_of_an_optimizer_are_frozen(
         f' {{"name": "unfreeze", "value": {matrices}, "when": {{"at_step": 5}}}}]'
     )
     run = trainer("precision=fp16", "optimizer.name=muon", schedule, name="low")
-    seen = []
+    updates = []
     step = run.step
 
-    def noted() -> None:
+    def note_update() -> None:
         before = weights(run)
         step()
-        seen.append("blocks.0.mlp.up.weight" in changed(before, weights(run)))
+        updates.append("blocks.0.mlp.up.weight" in changed_names(before, weights(run)))
 
-    run.step = noted  # type: ignore[method-assign]
+    run.step = note_update  # type: ignore[method-assign]
     run.train()
-    assert seen == [True] * 3 + [False] * 2 + [True] * 3
+    assert updates == [True] * 3 + [False] * 2 + [True] * 3
     trainer("optimizer.name=muon", schedule, name="fp32").train()
     assert losses("low") == pytest.approx(losses("fp32"), rel=2e-2)
 
 
-def changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> set[str]:
+def changed_names(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> set[str]:
     return {name for name in before if not torch.equal(before[name], after[name])}
 
 
 @pytest.mark.parametrize(("was", "becomes"), [("fp32", "fp16"), ("fp16", "fp32"), ("fp16", "fp16")])
 def test_the_precision_may_change_at_a_resume(trainer: Make, was: str, becomes: str) -> None:
-    begun = trainer(f"precision={was}", name="begun")
+    first_run = trainer(f"precision={was}", name="begun")
     for _ in range(3):
-        begun.step()
-    saved = json.loads(json.dumps(state_json(begun.state, begun.parts)))
-    goes_on = trainer(f"precision={becomes}", name="goes-on")
-    goes_on.state = restore_state(goes_on.state, goes_on.parts, saved, ())
-    scaler = goes_on.parts.stepper.scaler.state_dict()
+        first_run.step()
+    state = json.loads(json.dumps(state_json(first_run.state, first_run.parts)))
+    second_run = trainer(f"precision={becomes}", name="goes-on")
+    second_run.state = restore_state(second_run.state, second_run.parts, state, ())
+    scaler = second_run.parts.stepper.scaler.state_dict()
     assert bool(scaler) == (becomes == "fp16")
     if was == becomes:
-        assert scaler == begun.parts.stepper.scaler.state_dict()
-    goes_on.step()
-    assert goes_on.state.progress.step == 4
+        assert scaler == first_run.parts.stepper.scaler.state_dict()
+    second_run.step()
+    assert second_run.state.progress.step == 4
 
 
 def test_the_moving_average_is_what_is_evaluated(trainer: Make) -> None:
@@ -208,11 +208,11 @@ def test_the_moving_average_is_what_is_evaluated(trainer: Make) -> None:
         torch.testing.assert_close(average, reference[name])
     live = weights(run)
     run.evaluate()
-    averaged = run.state.evaluated_metrics
+    average_metrics = run.state.evaluated_metrics
     run.parts.stepper.ema = None
     run.evaluate()
     assert equal(live, weights(run))
-    assert averaged["loss"] != run.state.evaluated_metrics["loss"]
+    assert average_metrics["loss"] != run.state.evaluated_metrics["loss"]
 
 
 def test_a_loss_budget_ends_the_run_at_the_evaluation_that_meets_it(
@@ -234,15 +234,15 @@ def test_a_time_budget_ends_the_run(trainer: Make) -> None:
 
 
 def test_dropout_depends_on_the_step_alone(trainer: Make) -> None:
-    one, other = (
+    first, second = (
         trainer("model.dropout=0.2", name="one"),
         trainer("model.dropout=0.2", name="other"),
     )
-    one.train()
+    first.train()
     torch.manual_seed(0)
     torch.rand(17)
-    other.train()
-    assert equal(weights(one), weights(other))
+    second.train()
+    assert equal(weights(first), weights(second))
 
 
 def test_muon_trains_the_matrices(trainer: Make, losses: Losses) -> None:
@@ -264,11 +264,11 @@ def test_the_curve_is_the_golden_one(trainer: Make, losses: Losses) -> None:
     """
     trainer("train.until=[30it]", "optimizer.lr=3e-3", name="golden").train()
     curve = losses("golden")
-    here = [torch.__version__, torch.backends.cpu.get_cpu_capability(), cpu_model()]
+    machine = [torch.__version__, torch.backends.cpu.get_cpu_capability(), cpu_model()]
     if not GOLDEN.exists():
-        GOLDEN.write_text(json.dumps({"where": here, "losses": curve}, indent=1) + "\n")
+        GOLDEN.write_text(json.dumps({"where": machine, "losses": curve}, indent=1) + "\n")
     golden = json.loads(GOLDEN.read_text())
-    if golden["where"] == here:
+    if golden["where"] == machine:
         assert curve == golden["losses"]
     else:
         assert curve == pytest.approx(golden["losses"], rel=1e-3)

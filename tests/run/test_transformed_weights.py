@@ -65,7 +65,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def steps(place: Path, forks: Forks) -> Callable[..., list[dict[str, Any]]]:
     numbers = iter(range(99))
 
-    def trained(*arguments: str) -> list[dict[str, Any]]:
+    def train_run(*arguments: str) -> list[dict[str, Any]]:
         run = f"run-{next(numbers)}"
         words = ["train", "run.yaml", "--set", f"record.run_dir={run}", *arguments]
         child = forks.start(INSTAR, words, place=place)
@@ -73,10 +73,10 @@ def steps(place: Path, forks: Forks) -> Callable[..., list[dict[str, Any]]]:
         lines = (place / run / "events.jsonl").read_text().splitlines()
         return [event for event in map(json.loads, lines) if event["kind"] == "train"]
 
-    return trained
+    return train_run
 
 
-def told(steps: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+def losses_of(steps: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     return [(step["step"], step["tokens"], step["loss"], step["grad_norm"]) for step in steps]
 
 
@@ -87,9 +87,9 @@ def test_loss_and_tokens_are_those_of_the_targets_that_are_left(
     assert [step["tokens"] for step in half] == [32, 64, 96, 128, 160, 192]
     # a model that knows nothing: ln 256 per target
     assert all(abs(step["loss"] - np.log(256)) < 0.1 for step in half)
-    (whole, *_) = steps("--set", "data.transform=null", "--until", "1it")
-    assert whole["tokens"] == 64
-    assert 0.5 < half[0]["grad_norm"] / whole["grad_norm"] < 2
+    (plain_step, *_) = steps("--set", "data.transform=null", "--until", "1it")
+    assert plain_step["tokens"] == 64
+    assert 0.5 < half[0]["grad_norm"] / plain_step["grad_norm"] < 2
 
 
 def test_the_forecast_counts_the_targets_that_a_run_trains_on(
@@ -99,33 +99,35 @@ def test_the_forecast_counts_the_targets_that_a_run_trains_on(
         words = ["train", "run.yaml", "--dry-run", "--json", *arguments]
         child = forks.start(INSTAR, words, place=place)
         assert child.finish() == 0, child.output()
-        told = child.output()
-        return json.loads(told[told.index("{") :])
+        output = child.output()
+        return json.loads(output[output.index("{") :])
 
     unread = forecast("--set", "data.path=not-prepared")
     assert unread["weight_remark"].startswith("an upper bound: data.transform may leave fewer")
-    trained, half, budget = steps(), forecast(), ("--until", "150tok")
-    assert half["early"]["tokens"] == trained[-1]["tokens"] == unread["early"]["tokens"] // 2
+    train_events, half, budget = steps(), forecast(), ("--until", "150tok")
+    assert half["early"]["tokens"] == train_events[-1]["tokens"] == unread["early"]["tokens"] // 2
     assert "targets that data.transform leaves in 256 of the 463" in half["weight_remark"]
     # ends of tokens, too
     assert forecast(*budget)["early"]["steps"] == len(steps(*budget)) == 5
-    most = forecast("--set", "data.transform=masks:most", "--until", "1ep")
-    trained = steps("--set", "data.transform=masks:most", "--until", "1ep")
-    assert abs(most["early"]["tokens"] / trained[-1]["tokens"] - 1) < 0.2
+    sparse = forecast("--set", "data.transform=masks:most", "--until", "1ep")
+    train_events = steps("--set", "data.transform=masks:most", "--until", "1ep")
+    assert abs(sparse["early"]["tokens"] / train_events[-1]["tokens"] - 1) < 0.2
 
 
 @pytest.mark.torture
 def test_ranks_agree_on_what_a_step_weighs(steps: Callable[..., list[dict[str, Any]]]) -> None:
-    most = ("--set", "data.transform=masks:most")
-    one = told(steps(*most))
-    assert len({step[1] for step in one}) > 1
+    transform = ("--set", "data.transform=masks:most")
+    on_one_rank = losses_of(steps(*transform))
+    assert len({step[1] for step in on_one_rank}) > 1
     for ways_of_two in ((), ("--set", "data.strategy=dispatched")):
-        two = told(steps(*most, "--nproc", "2", *ways_of_two))
-        assert [step[:2] for step in two] == [step[:2] for step in one]
-        assert np.allclose([step[2:] for step in two], [step[2:] for step in one], rtol=1e-4)
+        on_two_ranks = losses_of(steps(*transform, "--nproc", "2", *ways_of_two))
+        assert [step[:2] for step in on_two_ranks] == [step[:2] for step in on_one_rank]
+        assert np.allclose(
+            [step[2:] for step in on_two_ranks], [step[2:] for step in on_one_rank], rtol=1e-4
+        )
     rounds = ("--set", "parallel.strategy=diloco", "--set", "parallel.diloco.sync_every=2")
-    told_rounds = told(steps(*most, "--nproc", "2", *rounds))
-    assert told_rounds[-1][1] == one[-1][1]
+    diloco_losses = losses_of(steps(*transform, "--nproc", "2", *rounds))
+    assert diloco_losses[-1][1] == on_one_rank[-1][1]
 
 
 @pytest.mark.parametrize(
@@ -142,9 +144,9 @@ def test_a_step_weighs_the_targets_of_its_samples(tmp_path: Path, kind: str, way
         targets = [
             micro.arrays["targets"][: micro.samples] for b in batches for micro in b.micro_batches
         ]
-        counted = sum(int((part != -1).sum()) for part in targets)
+        n_targets = sum(int((part != -1).sum()) for part in targets)
         _, weight, _ = ways.invariants(batches)
-        assert weight == counted
+        assert weight == n_targets
 
 
 @pytest.mark.parametrize("kind", [*ways.KINDS])
@@ -153,15 +155,15 @@ def test_the_mean_targets_of_a_sample_are_those_of_an_epoch_or_said_to_be_a_boun
 ) -> None:
     data = ways.config(ways.make_rows(tmp_path), kind, path=str(tmp_path / "set"))
     create_dataset_files(data, 1)
-    opened, context = open_data(data, 1), ways.CONTEXT
-    count = opened.targets(context)
-    if opened.train_samples(context) is None:
-        bound = data.packing is False
-        assert (count.mean, "an upper bound" in count.remark) == (context, bound)
-        masked = replace(opened, data=data.model_copy(update={"transform": "feeds:masked"}))
+    dataset, context = open_data(data, 1), ways.CONTEXT
+    count = dataset.targets(context)
+    if dataset.train_samples(context) is None:
+        is_bound = data.packing is False
+        assert (count.mean, "an upper bound" in count.remark) == (context, is_bound)
+        masked = replace(dataset, data=data.model_copy(update={"transform": "feeds:masked"}))
         assert masked.targets(context).remark.startswith("an upper bound: data.transform")
         return
-    source, order = opened.train(context, 1)
+    source, order = dataset.train(context, 1)
     every = source.read(order.indices(0, 0, order.samples_per_epoch))
     mean = np.count_nonzero(every["targets"] != -1) / order.samples_per_epoch
     assert abs(count.mean / mean - 1) < (0.12 if data.transform else 0.05 if data.mixture else 0.02)
@@ -180,10 +182,10 @@ def test_of_conversations_the_assistant_s_tokens_are_counted(tmp_path: Path) -> 
         packing=False,
     )
     create_dataset_files(data, 1)
-    opened = open_data(data, 1)
-    source, _ = opened.train(64, 1)
+    dataset = open_data(data, 1)
+    source, _ = dataset.train(64, 1)
     targets = source.read(np.arange(len(source)))["targets"]
-    assert opened.targets(64).mean == np.count_nonzero(targets != -1) / len(source) < 64
+    assert dataset.targets(64).mean == np.count_nonzero(targets != -1) / len(source) < 64
     assert "only the assistant's tokens" in unread_targets(data, 64).remark
 
 
@@ -235,6 +237,6 @@ def test_a_source_with_weights_of_its_own_transforms_itself() -> None:
     numbers = np.arange(6)
     source = WeightedSource(InMemorySource({"x": numbers}), numbers)
     data = SamplesConfig(transform="feeds:masked")
-    for given in (source, {"train": source, "val": source}):
+    for sources in (source, {"train": source, "val": source}):
         with pytest.raises(ConfigError, match="which this source gives itself; transform in its"):
-            sample_set(lambda: None, given, (), data, 0)
+            sample_set(lambda: None, sources, (), data, 0)

@@ -19,7 +19,7 @@ BEGINS = frozenset({"run/trainer.py", "cli/main.py", "cli/train.py", "train.py"}
 GROWS = "schedule=[{name: widen_mlp, value: x2, when: {at_step: 1}}]"
 
 
-def noted(folder: Path, *words: str, **environment: str) -> Mapping[str, list[str]]:
+def note_files(folder: Path, *words: str, **environment: str) -> Mapping[str, list[str]]:
     """Type `instar train` in a folder, and return the files on the way to each thing that was noted."""
     notes = folder / "notes"
     notes.mkdir()
@@ -36,7 +36,7 @@ def noted(folder: Path, *words: str, **environment: str) -> Mapping[str, list[st
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[str]]:
     words = ("run.yaml", "--until", "3it", "--set", GROWS)
-    return noted(tmp_path_factory.mktemp("one"), *words)
+    return note_files(tmp_path_factory.mktemp("one"), *words)
 
 
 def way(title: str, stacks: Iterable[list[str]], without: Iterable[str] = BEGINS) -> list[str]:
@@ -45,9 +45,9 @@ def way(title: str, stacks: Iterable[list[str]], without: Iterable[str] = BEGINS
     for stack in stacks:
         loop = "run/trainer.py"
         files |= dict.fromkeys(stack[stack.index(loop) :] if loop in stack else stack)
-    listed = [file for file in files if file not in without]
-    print(f"{title}: {len(listed)} files\n  " + "\n  ".join(listed))
-    return listed
+    names = [file for file in files if file not in without]
+    print(f"{title}: {len(names)} files\n  " + "\n  ".join(names))
+    return names
 
 
 def test_a_learning_rate(one_rank: Mapping[str, list[str]]) -> None:
@@ -79,17 +79,17 @@ def test_widen_mlp_from_yaml_to_weights(one_rank: Mapping[str, list[str]]) -> No
 
 
 def test_two_ranks_to_their_first_step(tmp_path: Path) -> None:
-    notes = noted(tmp_path, "own.yaml", "--nproc", "2", "--until", "2it")
+    notes = note_files(tmp_path, "own.yaml", "--nproc", "2", "--until", "2it")
     # the loop is on this way too
     stacks = [["cli/main.py", *notes[name]] for name in ("rank started-launcher", "step-1")]
-    whole = list(dict.fromkeys(file for stack in stacks for file in stack))
-    print("train --nproc 2:", len(whole), *whole)
+    all_files = list(dict.fromkeys(file for stack in stacks for file in stack))
+    print("train --nproc 2:", len(all_files), *all_files)
     assert notes["step-0"] == notes["step-1"]
-    assert len(whole) <= 10
+    assert len(all_files) <= 10
 
 
 def test_a_failure_on_rank_1(tmp_path: Path) -> None:
     words = ("own.yaml", "--nproc", "2", "--until", "2it")
-    notes = noted(tmp_path, *words, **{noted_ways.FAILS: "1"})
+    notes = note_files(tmp_path, *words, **{noted_ways.FAILS: "1"})
     files = way("failure on rank 1", (notes["failure-1"], notes["failure read-launcher"]))
     assert len(files) <= 6

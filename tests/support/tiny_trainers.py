@@ -81,13 +81,13 @@ def config(config_in: Callable[..., Loaded], tmp_path: Path) -> Callable[..., Lo
 
 
 @pytest.fixture
-def prepared(config: Callable[..., Loaded]) -> Callable[..., Prepared]:
+def prepare_run(config: Callable[..., Loaded]) -> Callable[..., Prepared]:
     return lambda *overrides: preflight(config(*overrides), world_size=1)
 
 
 @pytest.fixture
 def trainer(
-    prepared: Callable[..., Prepared], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prepare_run: Callable[..., Prepared], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Trainer]]:
     """Trainers on one thread, whose events go to `<tmp_path>/<name>.jsonl`. How fast the processor is,
     they measure by small products."""
@@ -103,7 +103,7 @@ def trainer(
             sink = Recorder(tmp_path / f"{name}.jsonl")
             stack.callback(sink.close)
             tiny_trainer = build_trainer(
-                prepared(*overrides),
+                prepare_run(*overrides),
                 world,
                 RunOutputs(
                     options.get("signal", StopSignal()),

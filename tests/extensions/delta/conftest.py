@@ -1,5 +1,5 @@
 """Trainers of a tiny model in this process."""
 
-from tiny_trainers import config, config_in, corpus, losses, prepared, trainer
+from tiny_trainers import config, config_in, corpus, losses, prepare_run, trainer
 
-__all__ = ["config", "config_in", "corpus", "losses", "prepared", "trainer"]
+__all__ = ["config", "config_in", "corpus", "losses", "prepare_run", "trainer"]

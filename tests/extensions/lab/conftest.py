@@ -1,6 +1,6 @@
 """A tiny corpus and config in a folder, and `instar` typed there."""
 
-from tiny_trainers import config, config_in, corpus, losses, prepared, trainer
+from tiny_trainers import config, config_in, corpus, losses, prepare_run, trainer
 from typed_places import fill, instar, place, typed
 
 __all__ = [
@@ -11,7 +11,7 @@ __all__ = [
     "instar",
     "losses",
     "place",
-    "prepared",
+    "prepare_run",
     "trainer",
     "typed",
 ]

@@ -73,8 +73,8 @@ def test_a_budget_is_kept_and_what_was_seen_is_used() -> None:
         search_rate(valley(1e-3, diverges=0.0), 1e-3, STEPS, 3 * STEPS)
 
 
-def test_a_short_training_has_the_schedule_in_small(prepared: Callable[..., Prepared]) -> None:
-    config = prepared(
+def test_a_short_training_has_the_schedule_in_small(prepare_run: Callable[..., Prepared]) -> None:
+    config = prepare_run(
         "train.until=[200it]", "learning_rate.warmup_iters=20", "train.ema=0.99"
     ).config
     short = shorten_config(config, 2 * config.optimizer.lr, 50, 200, 3)
@@ -90,11 +90,11 @@ def test_a_short_training_has_the_schedule_in_small(prepared: Callable[..., Prep
 
 
 def test_a_training_of_full_length_is_the_run_itself(
-    prepared: Callable[..., Prepared], trainer: Callable[..., Trainer]
+    prepare_run: Callable[..., Prepared], trainer: Callable[..., Trainer]
 ) -> None:
     run = trainer("optimizer.lr=0.004", "eval.eval_iters=5", "optimizer.name=muon")
     run.train()
-    preparation = prepared(
+    preparation = prepare_run(
         "eval.eval_iters=5", "optimizer.name=muon", "optimizer.lr=0.002", "optimizer.muon_lr=0.01"
     )
     world = World(0, 0, 1, torch.device("cpu"), "none")
