@@ -230,7 +230,7 @@ def test_a_band_lies_between_its_curves(curves):
 
 
 @pytest.mark.parametrize(
-    ("request", "message"),
+    ("chart_request", "message"),
     [
         (ChartRequest(panels=(("lss",),)), "no metric 'lss' in .*; did you mean 'loss'?"),
         (ChartRequest(panels=(("lss",), ("grad",))), "2 errors"),
@@ -243,14 +243,14 @@ def test_a_band_lies_between_its_curves(curves):
         (ChartRequest(start=500.0), "no point between --from and --to"),
     ],
 )
-def test_what_cannot_be_drawn_says_why(tmp_path, request, message):
+def test_what_cannot_be_drawn_says_why(tmp_path, chart_request, message):
     record = read_run(
         tmp_path / "run",
         [train(n, 3.0, epoch=0.0, mfu=math.nan, extra={"below": -1.0}) for n in (1, 2, 3)],
     )
 
     with pytest.raises(ConfigError, match=message.replace("?", "[?]")):
-        compose([record], request)
+        compose([record], chart_request)
 
 
 def test_a_run_without_a_metric_says_so(tmp_path):
