@@ -19,7 +19,7 @@ from instar.run.start.launch import preflight_launch
 from instar.run.start.preflight import Prepared, preflight
 from instar.schedule.forecast import Forecast, Stage
 
-Typed = Callable[..., str]
+RunCli = Callable[..., str]
 
 
 def entry(name: str, value: object, when: Mapping[str, Any], **options: object) -> dict[str, Any]:
@@ -57,14 +57,14 @@ RUNS: dict[str, tuple[str, ...]] = {
 
 
 @pytest.fixture
-def train(typed: Typed, place: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunDir]:
+def train(run_cli: RunCli, place: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunDir]:
     monkeypatch.chdir(place)
 
     def train_run(*keys: str) -> RunDir:
         sets = [
             word for key in (*EVERY_STEP, *keys, "record.run_dir=run") for word in ("--set", key)
         ]
-        typed("train", "tiny.yaml", *sets)
+        run_cli("train", "tiny.yaml", *sets)
         return RunDir(place / "run")
 
     return train_run
@@ -124,16 +124,16 @@ def test_the_rest_has_the_shapes_the_memory_and_the_totals_of_the_start(
 
 
 def test_a_dry_run_of_a_resume_is_about_the_rest(
-    train: Callable[..., RunDir], typed: Typed
+    train: Callable[..., RunDir], run_cli: RunCli
 ) -> None:
     remainder = prepared_at(train(*RUNS["grows"]), 5).forecast
-    output = typed("train", "--resume", "run", "--from", "5", "--dry-run", "--json")
+    output = run_cli("train", "--resume", "run", "--from", "5", "--dry-run", "--json")
     (line,) = (line for line in output.splitlines() if line.startswith("{"))
     stages = [
         (stage["first_step"], stage["parameters"]["total"]) for stage in json.loads(line)["stages"]
     ]
     assert stages == [(stage.first_step, stage.parameters.total) for stage in remainder.stages]
-    text = typed("train", "--resume", "run", "--from", "5", "--dry-run")
+    text = run_cli("train", "--resume", "run", "--from", "5", "--dry-run")
     assert re.search(r"^stage 1 +as the run is now\nbegins +at step 5\nshape +4 layers", text, re.M)
 
 

@@ -13,40 +13,40 @@ from instar.api import resume
 from instar.record.rundir import RunDir
 from instar.record.start_folder import START_FILE, absolute, note_start, paths_folder, read_start
 
-Typed = Callable[..., str]
+RunCli = Callable[..., str]
 
 
 @pytest.fixture
-def run(typed: Typed, place: Path) -> Path:
+def run(run_cli: RunCli, place: Path) -> Path:
     """A run in the folder `project`, which has its data too."""
     project = place / "project"
     project.mkdir()
     for name in ("squares.txt", "tiny.yaml"):
         (place / name).rename(project / name)
     words = ("--set", "record.run_dir=runs/r", "--until", "2it", "--set", "data.path=null")
-    typed("train", "tiny.yaml", *words, where=project)
+    run_cli("train", "tiny.yaml", *words, where=project)
     return project / "runs" / "r"
 
 
 def test_a_run_is_resumed_tested_and_analysed_from_another_folder(
-    typed: Typed, run: Path, place: Path
+    run_cli: RunCli, run: Path, place: Path
 ) -> None:
     other_dir = place / "elsewhere"
     other_dir.mkdir()
-    output = typed("resume", run, "--until", "4it", where=other_dir)
+    output = run_cli("resume", run, "--until", "4it", where=other_dir)
     assert f"in {place / 'project'}, where the run was started" in output
     assert "done  4 steps" in output
-    typed("test", "../project/runs/r", where=other_dir)
+    run_cli("test", "../project/runs/r", where=other_dir)
     two = ("--nproc", "2", "--until", "6it")
-    assert "done  6 steps" in typed("resume", "../project/runs/r", *two, where=other_dir)
-    typed("sample", run, "--tokens", "3", where=other_dir)
-    analysis = typed("checkpoint", "analyze", run, where=other_dir)
+    assert "done  6 steps" in run_cli("resume", "../project/runs/r", *two, where=other_dir)
+    run_cli("sample", run, "--tokens", "3", where=other_dir)
+    analysis = run_cli("checkpoint", "analyze", run, where=other_dir)
     assert "has no dataset.json" not in analysis
     assert "is not there" not in analysis
     assert not [path for path in other_dir.iterdir() if not path.name.startswith("said-")]
 
 
-def test_a_run_of_a_mixture_goes_on_from_another_folder(typed: Typed, place: Path) -> None:
+def test_a_run_of_a_mixture_goes_on_from_another_folder(run_cli: RunCli, place: Path) -> None:
     project = place / "project"
     project.mkdir()
     text = (place / "squares.txt").read_text()
@@ -57,54 +57,54 @@ def test_a_run_of_a_mixture_goes_on_from_another_folder(typed: Typed, place: Pat
     words = ("--set", f"data.mixture={mixture}", "--set", "data.source=stdlib")
     words = (*words, "--set", "data.tokenizer=byte")
     words = (*words, "--set", "data.path=null", "--set", "record.run_dir=runs/r", "--until", "2it")
-    typed("train", "tiny.yaml", *words, where=project)
-    assert "done  3 steps" in typed("resume", project / "runs" / "r", "--until", "3it")
+    run_cli("train", "tiny.yaml", *words, where=project)
+    assert "done  3 steps" in run_cli("resume", project / "runs" / "r", "--until", "3it")
 
 
 def test_a_project_that_was_moved_or_copied_goes_on_with_its_own_files(
-    typed: Typed, run: Path, place: Path
+    run_cli: RunCli, run: Path, place: Path
 ) -> None:
     shutil.copytree(place / "project", place / "copy")
-    output = typed("resume", place / "copy" / "runs" / "r", "--until", "3it")
+    output = run_cli("resume", place / "copy" / "runs" / "r", "--until", "3it")
     assert f"in {place / 'copy'}, where the run was started" in output
     (place / "project").rename(place / "moved")
-    assert "done  3 steps" in typed("resume", "moved/runs/r", "--until", "3it")
+    assert "done  3 steps" in run_cli("resume", "moved/runs/r", "--until", "3it")
     assert run.parent.parent.name == "project"
 
 
 def test_a_branch_that_was_only_made_is_trained_from_another_folder(
-    typed: Typed, run: Path, place: Path
+    run_cli: RunCli, run: Path, place: Path
 ) -> None:
     schedule = "[{name: branch, value: b, when: {at_step: 3}, iters: 2, train: false}]"
-    typed("resume", run, "--until", "4it", "--set", f"schedule={schedule}")
-    assert "done  5 steps" in typed("resume", f"{run}.b")
+    run_cli("resume", run, "--until", "4it", "--set", f"schedule={schedule}")
+    assert "done  5 steps" in run_cli("resume", f"{run}.b")
     (place / "project").rename(place / "moved")
-    output = typed("resume", "moved/runs/r.b", "--until", "6it")
+    output = run_cli("resume", "moved/runs/r.b", "--until", "6it")
     assert f"in {place / 'moved'}, where the run was started" in output
 
 
-def test_a_grown_run_goes_on_from_another_folder(typed: Typed, run: Path, place: Path) -> None:
-    typed("grow", run, "grown", "--op", "widen_mlp=x2", "--check")
-    assert "done  3 steps" in typed("resume", "grown", "--until", "3it")
+def test_a_grown_run_goes_on_from_another_folder(run_cli: RunCli, run: Path, place: Path) -> None:
+    run_cli("grow", run, "grown", "--op", "widen_mlp=x2", "--check")
+    assert "done  3 steps" in run_cli("resume", "grown", "--until", "3it")
     assert not (place / "data").exists()
 
 
 def test_a_path_that_leads_somewhere_from_the_file_alone_is_told_with_that_folder(
-    typed: Typed, run: Path, place: Path
+    run_cli: RunCli, run: Path, place: Path
 ) -> None:
     config = place / "project" / "tiny.yaml"
     for words in (("train", config), ("data", "prepare", config)):
-        output = typed(*words, code=2)
+        output = run_cli(*words, code=2)
         assert (
             f"squares.txt is in {place / 'project'}, and relative paths begin in {place}" in output
         )
-    assert "no file matches squares.*" in typed(
+    assert "no file matches squares.*" in run_cli(
         "train", run / "run.yaml", "--set", "data.source=squares.*", code=2
     )
 
 
 def test_a_source_of_a_mixture_is_told_with_the_folder_that_has_it(
-    typed: Typed, run: Path, place: Path
+    run_cli: RunCli, run: Path, place: Path
 ) -> None:
     del run
     config = place / "project" / "mixed.yaml"
@@ -113,21 +113,23 @@ def test_a_source_of_a_mixture_is_told_with_the_folder_that_has_it(
     config.write_text(text.replace("tokenizer: char", "tokenizer: byte"))
     assert "mixture" in config.read_text()
     for words in (("train", config), ("train", config, "--dry-run")):
-        output = typed(*words, code=2)
+        output = run_cli(*words, code=2)
         assert f"squares.txt is in {config.parent}, and relative paths begin in {place}" in output
         assert "mixed.yaml:" in output
-    output = typed(
+    output = run_cli(
         "train", config, "--set", "data.mixture=[{source: nothing.txt, weight: 1}]", code=2
     )
     assert "data.mixture[0].source: there is no file or folder nothing.txt" in output
 
 
 @needs("lab")
-def test_a_finder_reads_a_config_from_another_folder(typed: Typed, run: Path, place: Path) -> None:
+def test_a_finder_reads_a_config_from_another_folder(
+    run_cli: RunCli, run: Path, place: Path
+) -> None:
     project = place / "project"
-    output = typed("find", "lr", project / "tiny.yaml", code=2)
+    output = run_cli("find", "lr", project / "tiny.yaml", code=2)
     assert f"squares.txt is in {project}, and relative paths begin in {place}" in output
-    batch_output = typed("find", "batch", run / "run.yaml", "--max", "1", where=project)
+    batch_output = run_cli("find", "batch", run / "run.yaml", "--max", "1", where=project)
     assert "fastest: 1 samples" in batch_output
 
 
@@ -140,14 +142,14 @@ def test_python_resumes_it_from_another_folder_too(
     assert Path.cwd() == tmp_path
 
 
-def test_data_that_were_moved_are_named_once(typed: Typed, run: Path, place: Path) -> None:
+def test_data_that_were_moved_are_named_once(run_cli: RunCli, run: Path, place: Path) -> None:
     (data,) = (place / "project" / "data").iterdir()
     data.rename(place / "data-elsewhere")
     (place / "project" / "squares.txt").unlink()
-    typed("resume", run, code=2)
+    run_cli("resume", run, code=2)
     data_path = ("--set", "data.path=data-elsewhere")
-    assert "done  3 steps" in typed("resume", run, "--until", "3it", *data_path)
-    output = typed("resume", run, "--until", "4it")
+    assert "done  3 steps" in run_cli("resume", run, "--until", "3it", *data_path)
+    output = run_cli("resume", run, "--until", "4it")
     assert f"data.path: {place / 'data-elsewhere'}, as given before" in output
     assert "done  4 steps" in output
 
@@ -185,12 +187,12 @@ def test_the_folder_is_the_one_whose_files_are_there(
     )
 
 
-def test_a_row_of_a_mixture_is_named_by_its_file_and_line(typed: Typed, place: Path) -> None:
+def test_a_row_of_a_mixture_is_named_by_its_file_and_line(run_cli: RunCli, place: Path) -> None:
     (place / "good.jsonl").write_text('{"text": "all is well"}\n' * 200)
     (place / "bad.jsonl").write_text('{"text": "all is well"}\n' * 50 + '{"txt": "oh"}\n')
     mixture = "[{source: good.jsonl, weight: 1}, {source: bad.jsonl, weight: 1}]"
     words = ("--set", f"data.mixture={mixture}", "--set", "data.source=stdlib")
-    output = typed(
+    output = run_cli(
         "train",
         "tiny.yaml",
         *words,

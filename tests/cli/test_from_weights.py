@@ -16,7 +16,7 @@ from pretrained import write_place
 from safetensors.numpy import load_file
 from tiny_run import Place, codes, output_of
 
-Typed = Callable[..., str]
+RunCli = Callable[..., str]
 Instar = Callable[..., subprocess.CompletedProcess[str]]
 
 TUNE = """\
@@ -205,8 +205,8 @@ def test_code_and_damage_are_refused(instar: Instar, place: Path, first: Path) -
 
 
 def test_data_are_prepared_with_the_tokenizer_that_training_takes(
-    tmp_path: Path, typed: Typed
+    tmp_path: Path, run_cli: RunCli
 ) -> None:
     write_place("qwen3", tmp_path)
-    typed("data", "prepare", "run.yaml", where=tmp_path)
-    assert "done  2 steps" in typed("train", "run.yaml", "--until", "2it", where=tmp_path)
+    run_cli("data", "prepare", "run.yaml", where=tmp_path)
+    assert "done  2 steps" in run_cli("train", "run.yaml", "--until", "2it", where=tmp_path)

@@ -22,7 +22,7 @@ from written_runs import written_fleet
 
 from instar.cli.main import main
 
-Typed = Callable[..., tuple[str, str]]
+RunCli = Callable[..., tuple[str, str]]
 COMMAND = [sys.executable, "-m", "instar.cli.main", "logs", "plot"]
 
 
@@ -37,7 +37,7 @@ def runs(place: Path) -> Path:
 @pytest.fixture
 def run_plot(
     runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Typed:
+) -> RunCli:
     """Types `instar logs plot` beside `runs`, and returns what it says on stdout and stderr."""
 
     def run(*words: str, code: int = 0) -> tuple[str, str]:
@@ -127,14 +127,14 @@ def test_a_dumb_terminal_gets_ascii(place: Path, env: dict[str, str]) -> None:
     ],
 )
 def test_the_suffix_says_what_is_written(
-    runs: Path, run_plot: Typed, name: str, begins: bytes
+    runs: Path, run_plot: RunCli, name: str, begins: bytes
 ) -> None:
     assert run_plot("-o", name) == ("", f"wrote {name}\n")
     assert (runs.parent / name).read_bytes().startswith(begins)
     assert len(list(runs.parent.glob("*a.*"))) == 1
 
 
-def test_json_is_what_is_drawn(run_plot: Typed) -> None:
+def test_json_is_what_is_drawn(run_plot: RunCli) -> None:
     words = ("--compare", "--metrics", "loss,val_loss", "--smooth", "0.5", "-x", "tokens", "--json")
     chart = json.loads(run_plot(*words)[0])
 
@@ -148,7 +148,7 @@ def test_json_is_what_is_drawn(run_plot: Typed) -> None:
     assert {mark["text"] for mark in chart["marks"]} >= {"widen_mlp 192→352"}
 
 
-def test_seeds_become_one_curve(run_plot: Typed) -> None:
+def test_seeds_become_one_curve(run_plot: RunCli) -> None:
     chart = json.loads(run_plot("demo", "--by", "seed", "--json")[0])
 
     assert chart["runs"] == ["demo (2 runs)"]
@@ -156,7 +156,7 @@ def test_seeds_become_one_curve(run_plot: Typed) -> None:
 
 
 @needs("fleet")
-def test_a_fleet_is_drawn_in_the_groups_of_its_matrix(place: Path, run_plot: Typed) -> None:
+def test_a_fleet_is_drawn_in_the_groups_of_its_matrix(place: Path, run_plot: RunCli) -> None:
     written_fleet(place)
     chart = json.loads(run_plot("fleets/rates", "--json")[0])
     assert chart["runs"] == ["rates lr=0.1 (2 runs)", "rates lr=0.2"]
@@ -177,7 +177,9 @@ def test_a_picture_may_go_into_a_pipe(place: Path) -> None:
 
 
 @needs("board")
-def test_a_page_asks_for_nothing_and_shows_what_was_asked_for(place: Path, run_plot: Typed) -> None:
+def test_a_page_asks_for_nothing_and_shows_what_was_asked_for(
+    place: Path, run_plot: RunCli
+) -> None:
     words = ("-x", "flops", "--smooth", "0.5", "--log", "--lr", "--no-marks", "-o", "page.html")
     run_plot("demo", *words)
 
@@ -226,7 +228,7 @@ def test_a_page_asks_for_nothing_and_shows_what_was_asked_for(place: Path, run_p
     ],
 )
 def test_what_cannot_be_drawn_says_what_instead(
-    runs: Path, run_plot: Typed, words: list[str], message: str
+    runs: Path, run_plot: RunCli, words: list[str], message: str
 ) -> None:
     before = sorted(runs.parent.rglob("*"))
 
@@ -237,7 +239,7 @@ def test_what_cannot_be_drawn_says_what_instead(
     assert sorted(runs.parent.rglob("*")) == before
 
 
-def test_of_a_metric_that_is_never_finite_nothing_is_drawn(place: Path, run_plot: Typed) -> None:
+def test_of_a_metric_that_is_never_finite_nothing_is_drawn(place: Path, run_plot: RunCli) -> None:
     write_run(place / "runs" / "none-abcde", [train(n, float("nan")) for n in range(1, 5)])
 
     _, err = run_plot("none", code=2)
@@ -246,7 +248,7 @@ def test_of_a_metric_that_is_never_finite_nothing_is_drawn(place: Path, run_plot
 
 
 def test_without_matplotlib_the_extra_is_named(
-    run_plot: Typed, monkeypatch: pytest.MonkeyPatch
+    run_plot: RunCli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
 
@@ -254,7 +256,7 @@ def test_without_matplotlib_the_extra_is_named(
 
 
 def test_opening_uses_the_systems_own_program(
-    run_plot: Typed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    run_plot: RunCli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     opener = tmp_path / "bin" / "xdg-open"

@@ -21,7 +21,7 @@ from instar.record.rundir import RunDir
 from instar.run.resume import Continuation, Resume, continuation
 from instar.schedule.checks import load_checked
 
-Typed = Callable[..., str]
+RunCli = Callable[..., str]
 
 EVERY = times(3, 1)
 """of the lines and digits of a file, which is damaged there"""
@@ -105,12 +105,12 @@ def run(first_place: Path, place: Path) -> Path:
 
 @pytest.mark.parametrize("lr", [3e-4, 1e-3])
 def test_a_setting_counts_from_the_resume_on_whatever_was_made_of_the_old_one(
-    typed: Typed, run: Path, lr: float
+    run_cli: RunCli, run: Path, lr: float
 ) -> None:
     """Also where it is the value that the config has had all along."""
     before = (run / "run.yaml").read_bytes()
     more = ("--set", f"optimizer.lr={lr}", "--set", "train.batch_size=4", "--until", "12it")
-    output = typed("resume", "run", *more)
+    output = run_cli("resume", "run", *more)
     assert f"optimizer.lr: 0.0005 → {lr}" in output
     assert "train.batch_size: 8 → 4" in output
     assert rates(run)[9] == rates(run)[10] == lr
@@ -128,11 +128,11 @@ def test_a_setting_counts_from_the_resume_on_whatever_was_made_of_the_old_one(
 
 
 def test_resumes_follow_upon_each_other_and_older_checkpoints_know_nothing_of_later_ones(
-    typed: Typed, run: Path
+    run_cli: RunCli, run: Path
 ) -> None:
-    typed("resume", "run", "--until", "9it", "--set", "optimizer.lr=3e-4")
-    typed("resume", "run", "--until", "10it", "--set", "train.clip=0.5")
-    typed("resume", "run", "--until", "13it")
+    run_cli("resume", "run", "--until", "9it", "--set", "optimizer.lr=3e-4")
+    run_cli("resume", "run", "--until", "10it", "--set", "train.clip=0.5")
+    run_cli("resume", "run", "--until", "13it")
     assert [set(values) for _, values in overrides(run, "step-13")] == [
         {"train.until", "optimizer.lr"},
         {"train.until", "train.clip"},
@@ -140,12 +140,12 @@ def test_resumes_follow_upon_each_other_and_older_checkpoints_know_nothing_of_la
     ]
     assert rates(run)[10] == 3e-4
     assert rates(run)[13] == 1.5e-4
-    differences = json.loads(typed("checkpoint", "diff", "--json", *at(run, 8, 13)))["settings"]
+    differences = json.loads(run_cli("checkpoint", "diff", "--json", *at(run, 8, 13)))["settings"]
     assert differences["train.clip"] == {"a": 1.0, "b": 0.5}
     assert differences["optimizer.lr"] == {"a": 1e-3, "b": 3e-4}
     assert differences["in force: lr"] == {"a": 5e-4, "b": 1.5e-4}
 
-    output = typed("resume", "run", "--from", "4", "--until", "6it")
+    output = run_cli("resume", "run", "--from", "4", "--until", "6it")
     assert "train.clip" not in output
     assert "optimizer.lr" not in output
     assert overrides(run, "step-6") == [(4, {"train.until": ["6it"]})]
@@ -153,10 +153,10 @@ def test_resumes_follow_upon_each_other_and_older_checkpoints_know_nothing_of_la
 
 
 def test_what_reads_a_run_says_what_is_in_force_at_its_latest_checkpoint(
-    typed: Typed, run: Path
+    run_cli: RunCli, run: Path
 ) -> None:
     shutil.copytree(run, run.parent / "before")
-    typed("resume", "run", "--until", "9it", "--set", "train.clip=0.5")
+    run_cli("resume", "run", "--until", "9it", "--set", "train.clip=0.5")
     values, faults = config_values([RunDir(run.parent / "before"), RunDir(run)])
     assert not faults
     differences = differing_keys(values)
@@ -164,37 +164,41 @@ def test_what_reads_a_run_says_what_is_in_force_at_its_latest_checkpoint(
     assert differences["train.until"] == (["8it"], ["9it"])
     lines = {line.key: line for line in config_lines(RunDir(run))}
     assert (lines["train.clip"].value, lines["train.clip"].origin) == ("0.5", "set at step 8")
-    assert "set at resume: train.until" in typed("checkpoint", "inspect", "run")
+    assert "set at resume: train.until" in run_cli("checkpoint", "inspect", "run")
 
 
 def at(run: Path, *steps: int) -> list[str]:
     return [str(run / "checkpoints" / f"step-{step}") for step in steps]
 
 
-def test_a_value_that_is_set_again_to_what_it_was_is_so(typed: Typed, run: Path) -> None:
-    typed("resume", "run", "--until", "9it", "--set", "train.clip=0.5")
-    output = typed("resume", "run", "--until", "10it", "--set", "train.clip=1.0")
+def test_a_value_that_is_set_again_to_what_it_was_is_so(run_cli: RunCli, run: Path) -> None:
+    run_cli("resume", "run", "--until", "9it", "--set", "train.clip=0.5")
+    output = run_cli("resume", "run", "--until", "10it", "--set", "train.clip=1.0")
     assert "train.clip: 0.5 → 1.0" in output
     assert [values.get("train.clip") for _, values in overrides(run, "step-10")] == [0.5, 1.0]
     # the same again is nothing new
-    typed("resume", "run", "--until", "11it", "--set", "train.clip=1.0")
+    run_cli("resume", "run", "--until", "11it", "--set", "train.clip=1.0")
     assert overrides(run, "step-11")[2:] == [(10, {"train.until": ["11it"]})]
 
 
-def test_what_says_how_a_process_runs_holds_for_that_process_alone(typed: Typed, run: Path) -> None:
-    typed("resume", "run", "--until", "10it", "--set", "record.log_interval=2")
+def test_what_says_how_a_process_runs_holds_for_that_process_alone(
+    run_cli: RunCli, run: Path
+) -> None:
+    run_cli("resume", "run", "--until", "10it", "--set", "record.log_interval=2")
     assert 9 not in rates(run)
     start = events(run, "run_started")[-1]
     assert start["launch"] == {"record.log_interval": 2}
     assert overrides(run, "step-10") == [(8, {"train.until": ["10it"]})]
-    typed("resume", "run", "--until", "12it")
+    run_cli("resume", "run", "--until", "12it")
     assert 11 in rates(run)
 
 
-def test_the_same_command_does_not_take_back_what_operations_did(typed: Typed, place: Path) -> None:
+def test_the_same_command_does_not_take_back_what_operations_did(
+    run_cli: RunCli, place: Path
+) -> None:
     auto = ("train", "tiny.yaml", *BEGUN, "--set", "resume=auto", "--set", "optimizer.lr=2e-3")
-    typed(*auto, "--until", "4it")
-    typed(*auto, "--until", "6it")
+    run_cli(*auto, "--until", "4it")
+    run_cli(*auto, "--until", "6it")
     run = place / "run"
     assert rates(run)[6] == 1e-3
     assert samples_by_step(run)[6] == 8
@@ -202,7 +206,7 @@ def test_the_same_command_does_not_take_back_what_operations_did(typed: Typed, p
 
 
 def test_the_same_command_does_not_take_back_what_operations_did_to_keys_of_the_config(
-    typed: Typed, place: Path
+    run_cli: RunCli, place: Path
 ) -> None:
     operations = [
         {"name": name, "value": 0.5, "when": {"at_step": 2}}
@@ -211,21 +215,21 @@ def test_the_same_command_does_not_take_back_what_operations_did_to_keys_of_the_
     keys = ("resume=auto", "record.run_dir=run", "train.clip=0.9", "train.ema=0.9")
     sets = (*keys, f"schedule={json.dumps(operations)}")
     auto = ("train", "tiny.yaml", *(word for text in sets for word in ("--set", text)))
-    typed(*auto, "--until", "4it")
-    typed(*auto, "--until", "6it")
+    run_cli(*auto, "--until", "4it")
+    run_cli(*auto, "--until", "6it")
     assert overrides(place / "run", "step-6") == [(4, {"train.until": ["6it"]})]
 
 
-def test_a_config_that_was_edited_counts_where_it_was_edited(typed: Typed, place: Path) -> None:
+def test_a_config_that_was_edited_counts_where_it_was_edited(run_cli: RunCli, place: Path) -> None:
     auto = ("train", "tiny.yaml", *BEGUN, "--set", "resume=auto")
-    typed(*auto, "--until", "4it")
+    run_cli(*auto, "--until", "4it")
     run, file = place / "run", place / "tiny.yaml"
-    typed("resume", "run", "--until", "5it", "--set", "train.clip=0.5")
+    run_cli("resume", "run", "--until", "5it", "--set", "train.clip=0.5")
     file.write_text(file.read_text() + "optimizer: {lr: 3e-4}\n")
-    output = typed(*auto, "--until", "6it")
+    output = run_cli(*auto, "--until", "6it")
     assert "optimizer.lr: 0.0005 → 0.0003" in output
     assert rates(run)[6] == 3e-4
-    typed(*auto, "--until", "7it")
+    run_cli(*auto, "--until", "7it")
     # what a person has set stays, for the file says nothing of it
     assert [set(values) for _, values in overrides(run, "step-7")] == [
         {"train.until", "train.clip"},
@@ -236,25 +240,25 @@ def test_a_config_that_was_edited_counts_where_it_was_edited(typed: Typed, place
     assert origin["optimizer.lr"].startswith("tiny.yaml:7")
 
 
-def test_run_yaml_counts_where_it_was_edited(typed: Typed, run: Path) -> None:
+def test_run_yaml_counts_where_it_was_edited(run_cli: RunCli, run: Path) -> None:
     file = run / "run.yaml"
     text = file.read_text()
     file.write_text(text.replace("clip: 1.0", "clip: 0.5"))
-    assert "train.clip: 1.0 → 0.5" in typed("resume", "run", "--until", "9it")
-    typed("resume", "run", "--until", "10it", "--set", "train.clip=0.25")
-    assert "train.clip" not in typed("resume", "run", "--until", "11it")
+    assert "train.clip: 1.0 → 0.5" in run_cli("resume", "run", "--until", "9it")
+    run_cli("resume", "run", "--until", "10it", "--set", "train.clip=0.25")
+    assert "train.clip" not in run_cli("resume", "run", "--until", "11it")
     file.write_text(text)
-    assert "train.clip: 0.25 → 1.0" in typed("resume", "run", "--until", "12it")
+    assert "train.clip: 0.25 → 1.0" in run_cli("resume", "run", "--until", "12it")
 
 
 def test_growth_after_a_resume_with_another_end_is_that_of_a_run_that_had_it_at_once(
-    typed: Typed, place: Path
+    run_cli: RunCli, place: Path
 ) -> None:
     grow = json.dumps([{"name": "widen_mlp", "value": 192, "when": {"at_step": 6}}])
     more = ("--set", f"schedule={grow}", "--set", "learning_rate.lr_decay_iters=8")
-    typed("train", "tiny.yaml", *more, "--set", "record.run_dir=whole")
-    typed("train", "tiny.yaml", *more, "--set", "record.run_dir=parts", "--until", "4it")
-    typed("resume", "parts", "--until", "8it")
+    run_cli("train", "tiny.yaml", *more, "--set", "record.run_dir=whole")
+    run_cli("train", "tiny.yaml", *more, "--set", "record.run_dir=parts", "--until", "4it")
+    run_cli("resume", "parts", "--until", "8it")
     models = [
         (place / name / "checkpoints" / "step-8" / "model.safetensors").read_bytes()
         for name in ("whole", "parts")
@@ -262,13 +266,13 @@ def test_growth_after_a_resume_with_another_end_is_that_of_a_run_that_had_it_at_
     assert models[0] == models[1]
 
 
-def test_a_checkpoint_grows_with_the_history_that_led_to_it(typed: Typed, run: Path) -> None:
-    typed("resume", "run", "--until", "9it", "--set", "train.batch_size=3")
+def test_a_checkpoint_grows_with_the_history_that_led_to_it(run_cli: RunCli, run: Path) -> None:
+    run_cli("resume", "run", "--until", "9it", "--set", "train.batch_size=3")
     for step, batch in ((8, 8), (9, 3)):
         [checkpoint] = at(run, step)
         out = f"grown-{step}"
-        typed("grow", checkpoint, out, "--op", "widen_mlp=192")
-        typed("resume", out, "--until", "10it")
+        run_cli("grow", checkpoint, out, "--op", "widen_mlp=192")
+        run_cli("resume", out, "--until", "10it")
         assert consumed_after(run.parent / out) == batch
 
 
@@ -334,17 +338,17 @@ def test_no_changed_digit_of_a_run_yaml_is_used_without_a_word(run: Path) -> Non
 
 
 def test_a_damaged_run_yaml_is_restored_by_the_command_that_is_named(
-    typed: Typed, run: Path
+    run_cli: RunCli, run: Path
 ) -> None:
     file = run / "run.yaml"
     text = file.read_text()
     file.write_text(text[: text.index("optimizer:")])
-    output = typed("resume", "run", "--until", "9it", code=2)
+    output = run_cli("resume", "run", "--until", "9it", code=2)
     assert "optimizer.name" in output
     command = "instar checkpoint inspect run --config > run/run.yaml"
     assert command in output
     file.write_text(text.replace("n_layer: 2", "n_layer: ["))
-    assert command in typed("resume", "run", "--until", "9it", code=2)
-    file.write_text(typed("checkpoint", "inspect", "run", "--config"))
-    output = typed("resume", "run", "--until", "9it")
+    assert command in run_cli("resume", "run", "--until", "9it", code=2)
+    file.write_text(run_cli("checkpoint", "inspect", "run", "--config"))
+    output = run_cli("resume", "run", "--until", "9it")
     assert overrides(run, "step-9") == [(8, {"train.until": ["9it"]})]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-Typed = Callable[..., str]
+RunCli = Callable[..., str]
 STILL = ("--set", "optimizer.lr=1e-12", "--set", "learning_rate.shape=constant")
 SCHEDULE = [{"name": "set_batch_size", "value": 2, "when": {"loss_below": 99.0, "at_step": 5}}]
 JUDGED = (
@@ -32,14 +32,14 @@ def operations(run: Path) -> list[tuple[int, str]]:
     ]
 
 
-def test_slices_stop_and_change_where_one_go_does(typed: Typed, place: Path) -> None:
+def test_slices_stop_and_change_where_one_go_does(run_cli: RunCli, place: Path) -> None:
     """The evaluation at the end of a slice counts neither for patience, nor plateau, nor triggers."""
     start = ("train", "tiny.yaml", *STILL, *JUDGED, "--set")
-    typed(*start, "record.run_dir=whole", "--until", "40it")
-    typed(*start, "record.run_dir=parts", "--until", "6it")
+    run_cli(*start, "record.run_dir=whole", "--until", "40it")
+    run_cli(*start, "record.run_dir=parts", "--until", "6it")
     output = ""
     for end in (10, 14, 18):
-        output = typed("resume", "parts", "--until", f"{end}it")
+        output = run_cli("resume", "parts", "--until", f"{end}it")
     full, parts = place / "whole", place / "parts"
     assert operations(full) == operations(parts)
     assert [step for step, _ in operations(full)] == [8, 12]
@@ -54,24 +54,24 @@ def test_slices_stop_and_change_where_one_go_does(typed: Typed, place: Path) -> 
 
     # the command that is printed then goes on
     assert "for 3 evaluations" in output
-    output = typed("resume", "parts", "--until", "24it")
+    output = run_cli("resume", "parts", "--until", "24it")
     command = output[output.index("instar resume") :].split("\n")[0].split()
     assert command == ["instar", "resume", "parts", "--set", "early_stopping=null"]
-    typed(*command[1:], "--until", "20it")
+    run_cli(*command[1:], "--until", "20it")
     assert events(parts, "run_finished")[-1]["step"] == 20
 
 
 def test_a_later_end_leaves_the_decay_where_it_was_whichever_way_it_is_set(
-    typed: Typed, place: Path
+    run_cli: RunCli, place: Path
 ) -> None:
     outputs = []
     for run, command in (
         ("typed", ("resume", "typed", "--until", "8it")),
         ("read", ("train", "later.yaml", "--set", "record.run_dir=read", "--set", "resume=auto")),
     ):
-        typed("train", "tiny.yaml", "--until", "4it", "--set", f"record.run_dir={run}")
+        run_cli("train", "tiny.yaml", "--until", "4it", "--set", f"record.run_dir={run}")
         (place / "later.yaml").write_text((place / "tiny.yaml").read_text())
-        outputs.append(typed(*command))
+        outputs.append(run_cli(*command))
     rates = [
         {e["step"]: e["lr"] for e in events(place / run, "train")} for run in ("typed", "read")
     ]
@@ -81,12 +81,12 @@ def test_a_later_end_leaves_the_decay_where_it_was_whichever_way_it_is_set(
         assert "--set learning_rate.lr_decay_iters=8" in text
 
 
-def test_a_short_run_says_what_does_not_happen_in_it(typed: Typed) -> None:
-    output = typed("train", "tiny.yaml", "--dry-run", "--set", "learning_rate.warmup_iters=40")
+def test_a_short_run_says_what_does_not_happen_in_it(run_cli: RunCli) -> None:
+    output = run_cli("train", "tiny.yaml", "--dry-run", "--set", "learning_rate.warmup_iters=40")
     assert "learning_rate.warmup_iters (40) is more than the 8 steps of the run" in output
     assert "rises to 20% of optimizer.lr" in output
-    typed("data", "prepare", "tiny.yaml")
-    output = typed("train", "tiny.yaml", "--dry-run", "--set", "train.batch_size=4096")
+    run_cli("data", "prepare", "tiny.yaml")
+    output = run_cli("train", "tiny.yaml", "--dry-run", "--set", "train.batch_size=4096")
     assert "fewer than the 4,096 of a step: every step is an epoch of its own" in output
     large = (
         "--set",
@@ -96,7 +96,7 @@ def test_a_short_run_says_what_does_not_happen_in_it(typed: Typed) -> None:
         "--set",
         "model.n_head=64",
     )
-    output = typed("train", "tiny.yaml", "--dry-run", *large)
+    output = run_cli("train", "tiny.yaml", "--dry-run", *large)
     assert "does not fit in this machine's memory: a rank needs about" in output
 
 
@@ -108,20 +108,22 @@ def test_a_short_run_says_what_does_not_happen_in_it(typed: Typed) -> None:
     ],
 )
 def test_an_operation_without_effect_is_said_to_be_one(
-    typed: Typed, place: Path, operation: str, settings: tuple[str, ...], reason: str
+    run_cli: RunCli, place: Path, operation: str, settings: tuple[str, ...], reason: str
 ) -> None:
     schedule = json.dumps([{"name": operation, "value": 2, "when": {"at_step": 2}}])
     words = [word for setting in settings for word in ("--set", setting)]
-    output = typed("train", "tiny.yaml", *words, "--set", f"schedule={schedule}", "--until", "3it")
+    output = run_cli(
+        "train", "tiny.yaml", *words, "--set", f"schedule={schedule}", "--until", "3it"
+    )
     assert f"schedule[0] {operation} has no effect: {reason}" in output
     assert ("nothing changes" in output) == (operation == "change_eval_iters")
     (place / "s.json").write_text(schedule)
-    output = typed("schedule", "check", "s.json", "--config", "tiny.yaml", *words)
+    output = run_cli("schedule", "check", "s.json", "--config", "tiny.yaml", *words)
     assert f"has no effect: {reason}" in output
 
 
-def test_the_former_key_of_early_stopping_is_refused_with_both_meanings(typed: Typed) -> None:
-    output = typed("train", "tiny.yaml", "--set", "early_stopping.mode=any", code=2)
+def test_the_former_key_of_early_stopping_is_refused_with_both_meanings(run_cli: RunCli) -> None:
+    output = run_cli("train", "tiny.yaml", "--set", "early_stopping.mode=any", code=2)
     assert "unknown key 'mode' in early_stopping" in output
     for meaning in ("it is stop_when now", "which is stop_when: all", "is stop_when: any"):
         assert meaning in " ".join(output.split())

@@ -62,11 +62,11 @@ def instar(place: Path, forks: Forks) -> Instar:
     return run
 
 
-Typed = Callable[..., str]
+RunCli = Callable[..., str]
 
 
 @pytest.fixture
-def typed(place: Path, forks: Forks) -> Typed:
+def run_cli(place: Path, forks: Forks) -> RunCli:
     """`instar` typed in a folder, in a process that has imported everything; what it says."""
 
     def run(*words: object, code: int = 0, where: Path = place) -> str:

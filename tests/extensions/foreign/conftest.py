@@ -7,9 +7,9 @@ from functools import cache
 
 import pytest
 from tool_records import Written, write_record
-from typed_places import fill, instar, place, typed
+from typed_places import fill, instar, place, run_cli
 
-__all__ = ["fill", "instar", "place", "record_of", "typed"]
+__all__ = ["fill", "instar", "place", "record_of", "run_cli"]
 
 
 @pytest.fixture(scope="session")
