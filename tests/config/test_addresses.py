@@ -99,7 +99,7 @@ def commands() -> list[tuple[list[str], click.Command]]:
 
 
 @pytest.mark.parametrize(
-    ("words", "command"), [pytest.param(*one, id=" ".join(one[0])) for one in commands()]
+    ("words", "command"), [pytest.param(*pair, id=" ".join(pair[0])) for pair in commands()]
 )
 def test_every_argument_and_option_of_a_command_refuses_addresses(
     words: list[str], command: click.Command, capsys: pytest.CaptureFixture[str]
