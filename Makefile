@@ -132,7 +132,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python tests/support/names.py
+	for folder in src/instar examples benchmarks studies tests; do $(BIN)/python tests/support/names.py $$folder || exit 1; done
 	$(BIN)/python -m pytest tests/docs/test_typing.py
 
 format: $(STAMP)

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import pretended
+import fake_gpu
 import pytest
 import torch
 from cases import parametrize_first
@@ -64,7 +64,7 @@ def warnings_of(name: str) -> str:
 @pytest.fixture
 def flash() -> Iterator[Flash]:
     documents._trial_fault.cache_clear()
-    with flash_on_cpu() as kernel, pretended.device():
+    with flash_on_cpu() as kernel, fake_gpu.device():
         yield kernel
     documents._trial_fault.cache_clear()
 
@@ -112,7 +112,7 @@ def test_a_step_reads_nothing_from_the_device(losses: Trained, flash: Flash) -> 
 
         def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             del types
-            on_gpu = bool(args) and isinstance(args[0], pretended.PretendedTensor)
+            on_gpu = bool(args) and isinstance(args[0], fake_gpu.PretendedTensor)
             names = {"item", "tolist", "cpu", "nonzero", "__bool__", "__float__", "__int__"}
             self.number += on_gpu and func.__name__ in names
             return func(*args, **(kwargs or {}))

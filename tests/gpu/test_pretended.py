@@ -1,4 +1,4 @@
-"""Every branch for GPUs, on the pretended device of `tests/support/pretended.py`; `make test` runs these."""
+"""Every branch for GPUs, on the pretended device of `tests/support/fake_gpu.py`; `make test` runs these."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import pretended
+import fake_gpu
 import pytest
 import states
 import torch
@@ -57,8 +57,8 @@ Losses = Callable[..., list[float]]
 
 
 @pytest.fixture
-def gpu() -> Iterator[pretended.Gpu]:
-    with pretended.device() as device:
+def gpu() -> Iterator[fake_gpu.Gpu]:
+    with fake_gpu.device() as device:
         yield device
 
 
@@ -86,7 +86,7 @@ class Reads(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         del types
-        on_gpu = bool(args) and isinstance(args[0], pretended.PretendedTensor)
+        on_gpu = bool(args) and isinstance(args[0], fake_gpu.PretendedTensor)
         if on_gpu and func.__name__ in {"item", "tolist", "cpu", "__bool__", "__float__"}:
             self.counts[func.__name__] += 1
         return func(*args, **(kwargs or {}))
@@ -145,7 +145,7 @@ def test_runs_take_the_branches_for_gpus_and_compute_the_same(
     losses: Losses, how: list[str]
 ) -> None:
     on_cpu = losses("cpu", "device=cpu", *how)
-    with pretended.device():
+    with fake_gpu.device():
         assert losses("gpu", "device=cuda", *how) == pytest.approx(on_cpu, rel=1e-4)
     assert len(on_cpu) == 4
 
@@ -179,7 +179,7 @@ def test_states_of_parameters_that_are_not_contiguous_are_resumed(
 
 
 def test_samples_are_pinned_by_the_thread_that_reads_ahead(
-    losses: Losses, gpu: pretended.Gpu
+    losses: Losses, gpu: fake_gpu.Gpu
 ) -> None:
     losses("run", "checkpoint.asynchronous=false")
     assert set(gpu.pinned_by) == {"instar-prefetch"}
@@ -189,7 +189,7 @@ def test_samples_are_pinned_by_the_thread_that_reads_ahead(
     )
 
 
-def test_only_the_generators_in_use_are_seeded(losses: Losses, gpu: pretended.Gpu) -> None:
+def test_only_the_generators_in_use_are_seeded(losses: Losses, gpu: fake_gpu.Gpu) -> None:
     losses("run", "model.dropout=0.2", "reproducible=elastic", "parallel.elastic.virtual_ranks=2")
     assert gpu.calls["manual_seed_all"] == 0
 
@@ -209,7 +209,7 @@ def test_float32_matrices_are_multiplied_as_the_config_says(
         return measure(*args)
 
     monkeypatch.setattr(record_device, "measure_peak_flops", record_mode)
-    with pretended.device():
+    with fake_gpu.device():
         losses("run", "train.until=1it", *how)
     assert set(modes) == {mode}
     assert torch.get_float32_matmul_precision() == "highest"
@@ -232,7 +232,7 @@ def test_a_step_reads_nothing_from_the_device(losses: Losses, how: list[str]) ->
         def on_step_begin(self, run: HookContext) -> None:
             counts.append((run.step, sum(reads.counts.values())))
 
-    with reads, pretended.device():
+    with reads, fake_gpu.device():
         quiet = ["record.log_interval=100", "eval.eval_interval=100", "checkpoint.every_steps=100"]
         losses("run", *quiet, *how, hooks=[Watches()])
     read_counts = dict(counts)
@@ -247,7 +247,7 @@ def test_a_gpu_skips_the_steps_that_a_host_would_skip(
 ) -> None:
     on_cpu, on_gpu = NotFinite(*bad), NotFinite(*bad)
     cpu_losses = losses("cpu", "device=cpu", *how, hooks=[on_cpu])
-    with pretended.device():
+    with fake_gpu.device():
         assert losses("gpu", "device=cuda", *how, hooks=[on_gpu]) == pytest.approx(
             cpu_losses, rel=1e-4
         )
@@ -286,7 +286,7 @@ def test_a_run_whose_last_steps_are_not_finite_fails(losses: Losses, tmp_path: P
 
 
 def test_background_saves_copy_to_pinned_memory_without_waiting(
-    losses: Losses, gpu: pretended.Gpu, tmp_path: Path
+    losses: Losses, gpu: fake_gpu.Gpu, tmp_path: Path
 ) -> None:
     losses("run", "checkpoint.every_steps=1", "train.ema=0.9")
     assert gpu.calls["Event.synchronize"] > 0
@@ -303,7 +303,7 @@ def test_two_ranks_train_under_ddp_with_nccl_as_one_does(
     expected = losses("one", "device=cpu")
     sets = ["record.run_dir=two", "device=cuda", f"data.strategy={strategy}"]
     argv = ["train", "tiny.yaml", *(word for text in sets for word in ("--set", text))]
-    ranks = children_as_ranks(forks, 2, "pretended:one_gpu_each", argv, place=tmp_path)
+    ranks = children_as_ranks(forks, 2, "fake_gpu:one_gpu_each", argv, place=tmp_path)
     assert codes(ranks) == [0, 0], output_of(ranks)
     assert read_losses(tmp_path / "two") == pytest.approx(expected, rel=1e-5)
     assert "cpu:gloo,cuda:nccl" in output_of(ranks)

@@ -160,6 +160,7 @@ NO_PARTICIPLES = frozenset(
         "masked",
         "need",
         "nested",
+        "ragged",
         "red",
         "reversed",
         "seed",

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import science
-import scored
+import scoring
 import torch
 from forks import MODULES, Forks, children_as_ranks
 from science import evaluations, pointer_target, result, still_since
@@ -36,12 +36,12 @@ def plain(columns: Columns) -> dict[str, float]:
     """What torchmetrics says of all samples at once, in float64."""
     tensors = {name: torch.from_numpy(np.asarray(values)) for name, values in columns.items()}
     batch = {name: t.double() if t.is_floating_point() else t for name, t in tensors.items()}
-    inputs, metric_values = scored.inputs(batch), {}
-    for name, metric in scored.metrics().items():
+    inputs, metric_values = scoring.inputs(batch), {}
+    for name, metric in scoring.metrics().items():
         outputs, true = inputs[name]
         if not len(outputs) or outputs.isnan().any():
             metric_values[name] = math.nan
-        elif metric is scored.largest_gap:
+        elif metric is scoring.largest_gap:
             metric_values[name] = metric(outputs.numpy(), true.numpy())
         else:
             metric.update(*inputs[name])
@@ -52,16 +52,16 @@ def plain(columns: Columns) -> dict[str, float]:
 @pytest.fixture(scope="module")
 def server() -> Iterator[Forks]:
     """Forks processes that have imported torchmetrics, which takes seconds."""
-    with Forks(*MODULES, "scored") as forks:
+    with Forks(*MODULES, "scoring") as forks:
         yield forks
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_any_number_of_ranks_computes_what_one_process_does(tmp_path: Path, server: Forks) -> None:
-    expected_values = [plain(scored.columns(samples, nan)) for samples, _, nan in CASES]
-    scores = [scored.score(ALONE, *case) for case in CASES]
+    expected_values = [plain(scoring.columns(samples, nan)) for samples, _, nan in CASES]
+    scores = [scoring.score(ALONE, *case) for case in CASES]
     for ranks in (2, 3):
-        arguments = "scored:score_all", str(tmp_path), CASES
+        arguments = "scoring:score_all", str(tmp_path), CASES
         children = children_as_ranks(server, ranks, *arguments, place=tmp_path)
         assert codes(children) == [0] * ranks, output_of(children)
         texts = {(tmp_path / f"w{ranks}-{rank}").read_text() for rank in range(ranks)}
@@ -79,7 +79,7 @@ def test_a_run_follows_them(tmp_path: Path, server: Forks) -> None:
     place = science.place(tmp_path, server)
     run_dir = tmp_path / "run"
     settings = (
-        "task=scored:Outputs",
+        "task=scoring:Outputs",
         "checkpoint.best_of=[auroc, doubt]",
         "early_stopping.rules=[{metric: auroc, patience: 3}]",
     )
@@ -111,11 +111,11 @@ def test_a_run_follows_them(tmp_path: Path, server: Forks) -> None:
 @pytest.mark.parametrize("limit", [3, 4, 21])
 def test_an_evaluation_runs_the_model_once_per_batch(tmp_path: Path, limit: int) -> None:
     science.place(tmp_path)
-    settings = ("task=scored:Outputs", "checkpoint.best_of=[auroc]", f"data.val={limit}")
+    settings = ("task=scoring:Outputs", "checkpoint.best_of=[auroc]", f"data.val={limit}")
     with science.trainer(tmp_path / "run", *settings) as run:
-        scored.Once.runs = 0
+        scoring.Once.runs = 0
         run.evaluate()
-    assert scored.Once.runs == min(limit, 8)
+    assert scoring.Once.runs == min(limit, 8)
 
 
 REFUSED = {
@@ -140,7 +140,7 @@ def test_mistakes_are_named_before_the_run(
     science.place(tmp_path)
     monkeypatch.chdir(tmp_path)
     loaded_config = load_config(
-        "run.yaml", [f"task=scored:{task}", "precision=fp32", "checkpoint.best_of=[loss]"]
+        "run.yaml", [f"task=scoring:{task}", "precision=fp32", "checkpoint.best_of=[loss]"]
     )
     with pytest.raises(ConfigError) as caught:
         run_trial(preflight(loaded_config, 1), ALONE)
@@ -157,7 +157,7 @@ FAILING = {
 def test_a_metric_that_fails_ends_all_ranks(tmp_path: Path, server: Forks, task: str) -> None:
     place = science.place(tmp_path, server)
     rank, message = FAILING[task]
-    children = place.train(tmp_path / "run", f"task=scored:{task}", ranks=2)
+    children = place.train(tmp_path / "run", f"task=scoring:{task}", ranks=2)
     assert 0 not in codes(children)
     (failure,) = events(tmp_path / "run", "failed")
     assert failure["rank"] == rank, failure
