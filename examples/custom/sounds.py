@@ -48,24 +48,14 @@ class Sounds(CustomTask):
 
     def loss(self, model, batch):
         inputs, instrument, pitch = batch
-        instrument_logits, height = model(*inputs)
-        loss = F.cross_entropy(instrument_logits, instrument, reduction="none")
-        return loss + self.model.pitch_weight * (height - pitch).square(), (
-            instrument_logits,
-            height,
-        )
+        logits, height = model(*inputs)
+        loss = F.cross_entropy(logits, instrument, reduction="none")
+        return loss + self.model.pitch_weight * (height - pitch).square(), (logits, height)
 
     def measure(self, outputs, batch):
-        (instrument_logits, height), (_, instrument, pitch) = outputs, batch
-        return {
-            "accuracy": instrument_logits.argmax(1) == instrument,
-            "pitch_error": (height - pitch).abs(),
-        }
+        (logits, height), (_, instrument, pitch) = outputs, batch
+        return {"accuracy": logits.argmax(1) == instrument, "pitch_error": (height - pitch).abs()}
 
     def predict(self, outputs, batch):
-        instrument_logits, height = outputs
-        return {
-            "instrument": batch[1],
-            "instrument.predicted": instrument_logits.argmax(1),
-            "pitch": height,
-        }
+        logits, height = outputs
+        return {"instrument": batch[1], "instrument.predicted": logits.argmax(1), "pitch": height}

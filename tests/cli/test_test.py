@@ -268,7 +268,7 @@ def test_a_metric_that_is_never_a_number_leaves_no_best_checkpoint_which_is_said
     settings = ("task=mine:Unsure", "checkpoint.best_of=[doubt]", "train.until=10it")
     children = place.train(run_dir, *settings, ranks=2)
     assert set(codes(children)) == {0}, output_of(children)
-    warning = "there is no best checkpoint by doubt: the last weights are tested"
+    warning = "there is no best checkpoint by doubt: the last weights take its place"
     assert output_of(children).count(warning) == 1
     assert [event["message"] for event in events(run_dir, "warning")].count(warning) == 1
     assert result(run_dir)["weights"] == "last"

@@ -6,11 +6,20 @@ import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
 from instar.config.errors import ConfigError
-from instar.distributed.failure import Interrupted, PeerError, read_failure
+from instar.distributed.failure import (
+    LAUNCHER_VARIABLE,
+    RECORD_VARIABLE,
+    Interrupted,
+    PeerError,
+    log_of_failure,
+    point_to_log,
+    read_failure,
+)
 from instar.distributed.rank_log import MAX_HELD_BYTES, RankLog, rank_log_path, running_rank
 
 Python = Callable[..., "subprocess.Popen[str]"]
@@ -217,3 +226,21 @@ def test_a_log_that_cannot_be_opened_ends_nothing(
         log.open(tmp_path)
         logger.info("nobody hears this")
     assert "cannot open" in capfd.readouterr().err
+
+
+def test_a_launcher_that_looks_meanwhile_sees_the_path_of_a_log_or_none(tmp_path: Path) -> None:
+    """A run points to its log again after each of its branches."""
+    record, log = tmp_path / "error.json", tmp_path / "run" / "logs" / "rank_0.log"
+    environment = {RECORD_VARIABLE: str(record), LAUNCHER_VARIABLE: "1"}
+
+    def point_often() -> None:
+        for _ in range(2000):
+            point_to_log(log, environment)
+
+    assert log_of_failure(record) is None
+    writer = Thread(target=point_often)
+    writer.start()
+    paths = set[Path | None]()
+    while writer.is_alive():
+        paths.add(log_of_failure(record))
+    assert paths - {None} == {log}

@@ -127,7 +127,7 @@ class Forks:
 
     def __init__(self, *modules: str) -> None:
         """`modules` are imported once, for all children."""
-        self._ended: dict[int, int] = {}
+        self._exit_statuses: dict[int, int] = {}
         self._number = 0
         self._folder = Path(tempfile.mkdtemp(prefix="forks-"))
         self.bin = self._folder / "bin"
@@ -180,7 +180,7 @@ class Forks:
             assert answer is not None, "the forking process does not answer"
             if "started" in answer:
                 # numbers come round again after some ten thousand processes
-                self._ended.pop(answer["started"], None)
+                self._exit_statuses.pop(answer["started"], None)
                 return Child(self, answer["started"], output_path)
 
     def import_now(self, *modules: str) -> None:
@@ -194,11 +194,11 @@ class Forks:
     def status_of(self, pid: int, seconds: float) -> int | None:
         """How a child ended, waiting so long for it; None if it has not."""
         deadline = time.monotonic() + seconds
-        while pid not in self._ended:
+        while pid not in self._exit_statuses:
             timeout_s = max(0.0, deadline - time.monotonic())
             if self._answer(timeout_s) is None and timeout_s == 0.0:
                 return None
-        return self._ended[pid]
+        return self._exit_statuses[pid]
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -227,7 +227,7 @@ class Forks:
         line, _, self._unread = self._unread.partition(b"\n")
         answer: dict[str, Any] = json.loads(line)
         if "ended" in answer:
-            self._ended[answer["ended"]] = answer["status"]
+            self._exit_statuses[answer["ended"]] = answer["status"]
         return answer
 
 

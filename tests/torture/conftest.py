@@ -12,7 +12,7 @@ from tiny_run import CONFIG, TEXT, Place
 
 
 @pytest.fixture(scope="session")
-def prepared(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data_dir(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A working directory whose tokens are made."""
     path = tmp_path_factory.mktemp("prepared")
     (path / "squares.txt").write_text(TEXT)
@@ -23,8 +23,8 @@ def prepared(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def place(prepared: Path, forks: Forks, tmp_path: Path) -> Place:
-    shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
+def place(data_dir: Path, forks: Forks, tmp_path: Path) -> Place:
+    shutil.copytree(data_dir, tmp_path, dirs_exist_ok=True)
     return Place(tmp_path, forks)
 
 

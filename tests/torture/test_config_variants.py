@@ -17,7 +17,7 @@ ROUND = figures.times(6, 1)
 """variants that all families share are tried with every sixth of these in `make test`"""
 
 
-def chosen(kind: str) -> Iterator[tuple[str, list[str]]]:
+def operations_of(kind: str) -> Iterator[tuple[str, list[str]]]:
     operations = list(GROWN)
     families = list(VARIANTS)
     for number, name in enumerate(VARIANTS[kind]):
@@ -30,13 +30,13 @@ def chosen(kind: str) -> Iterator[tuple[str, list[str]]]:
 
 @parametrize_first("kind", VARIANTS, first=4)
 def test_each_variant_of_a_config_grows_as_its_label_says(kind: str, tmp_path: Path) -> None:
-    wrong, tried = [], 0
-    for name, operations in chosen(kind):
+    wrong, trials = [], 0
+    for name, operations in operations_of(kind):
         place = tmp_path / "place"
         for operation, what in outcomes(kind, name, operations, place):
-            tried += 1
+            trials += 1
             if what not in ("equal", "other") and not what.startswith("refused: "):
                 wrong.append((name, operation, what))
         shutil.rmtree(place, ignore_errors=True)
     assert wrong == []
-    assert tried > 3
+    assert trials > 3

@@ -67,11 +67,11 @@ DAMAGES: dict[str, Callable[[Path, Path, random.Random], None]] = {
 }
 
 
-def swap(one: Path, other: Path) -> None:
-    aside = one.with_name("aside")
-    one.rename(aside)
-    other.rename(one)
-    aside.rename(other)
+def swap(first: Path, second: Path) -> None:
+    temp_path = first.with_name("aside")
+    first.rename(temp_path)
+    second.rename(first)
+    temp_path.rename(second)
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -99,31 +99,31 @@ class Damage:
 
 
 @pytest.fixture(scope="module")
-def whole(prepared: Path, forks: object, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def intact_run(data_dir: Path, forks: object, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two ranks with three checkpoints, every kind of file in each."""
     path = tmp_path_factory.mktemp("whole")
-    shutil.copytree(prepared, path, dirs_exist_ok=True)
+    shutil.copytree(data_dir, path, dirs_exist_ok=True)
     place = Place(path, forks)  # type: ignore[arg-type]
     ranks = place.train(path / "run", f"checkpoint.every_steps={EVERY}", ranks=2)
     assert codes(ranks) == [0, 0], output_of(ranks)
-    names = [found.name for found in list_checkpoints(path / "run")]
+    names = [checkpoint_path.name for checkpoint_path in list_checkpoints(path / "run")]
     assert names == [f"step-{step}" for step in range(EVERY, STEPS + 1, EVERY)]
     return path / "run"
 
 
-def damages(whole: Path, folder: Path, seeds: int) -> Iterator[Damage]:
+def damages(intact_run: Path, folder: Path, seeds: int) -> Iterator[Damage]:
     """Each file × each damage × several places; the run is damaged when it is handed out."""
-    newest = whole / "checkpoints" / f"step-{STEPS}"
+    newest = intact_run / "checkpoints" / f"step-{STEPS}"
     for file in files_of(newest):
         name = str(file.relative_to(newest))
         for how, damage in DAMAGES.items():
             for seed in range(seeds if how in ("a bit flipped", "truncated", "zeroed") else 1):
                 run_dir = folder / "damaged"
-                shutil.copytree(whole, run_dir)
-                made = Damage(run_dir, name, how)
-                damage(made.newest / name, made.previous / name, random.Random(seed))
-                if content(made.newest) != content(newest):
-                    yield made
+                shutil.copytree(intact_run, run_dir)
+                damage_case = Damage(run_dir, name, how)
+                damage(damage_case.newest / name, damage_case.previous / name, random.Random(seed))
+                if content(damage_case.newest) != content(newest):
+                    yield damage_case
                 shutil.rmtree(run_dir)
 
 
@@ -131,27 +131,27 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in files_of(folder)}
 
 
-def test_every_damage_to_every_file_is_found_and_named(whole: Path, tmp_path: Path) -> None:
-    tried, unfound, unnamed, unused = 0, [], [], []
-    for damage in damages(whole, tmp_path, SEEDS):
-        tried += 1
+def test_every_damage_to_every_file_is_found_and_named(intact_run: Path, tmp_path: Path) -> None:
+    trials, not_found, not_named, not_used = 0, [], [], []
+    for damage in damages(intact_run, tmp_path, SEEDS):
+        trials += 1
         try:
             load_checkpoint(damage.newest)
         except CheckpointError as error:
             if not names(error, damage):
-                unnamed.append(f"{damage}: {error}")
+                not_named.append(f"{damage}: {error}")
         else:
-            unfound.append(str(damage))
-        found, skipped = latest_intact(damage.run_dir)
+            not_found.append(str(damage))
+        checkpoint, errors = latest_intact(damage.run_dir)
         expected = damage.newest.with_name(f"step-{STEPS - EVERY * reach(damage)}")
-        if found.path != expected or not any(names(error, damage) for error in skipped):
-            unused.append(f"{damage}: {found.path.name}, {skipped}")
+        if checkpoint.path != expected or not any(names(error, damage) for error in errors):
+            not_used.append(f"{damage}: {checkpoint.path.name}, {errors}")
     figures.write(
         "damaged-files",
         [
-            figures.none_of(tried, "damage to a file of a checkpoint: not found", unfound),
-            figures.none_of(tried, "damage found: the file not named", unnamed),
-            figures.none_of(tried, "damage found: the one before not used, or unsaid", unused),
+            figures.none_of(trials, "damage to a file of a checkpoint: not found", not_found),
+            figures.none_of(trials, "damage found: the file not named", not_named),
+            figures.none_of(trials, "damage found: the one before not used, or unsaid", not_used),
         ],
     )
 
@@ -171,12 +171,12 @@ def reach(damage: Damage) -> int:
 
 
 @pytest.mark.torture
-def test_resume_goes_on_from_the_one_before_and_says_so(whole: Path, place: Place) -> None:
-    tried, wrong = 0, []
-    for damage in damages(whole, place.path, seeds=1):
-        if tried == RESUMED:
+def test_resume_goes_on_from_the_one_before_and_says_so(intact_run: Path, place: Place) -> None:
+    trials, wrong = 0, []
+    for damage in damages(intact_run, place.path, seeds=1):
+        if trials == RESUMED:
             break
-        tried += 1
+        trials += 1
         (child,) = place.resume(damage.run_dir, "--until", f"{STEPS + 2}it")
         if child.finish() != 0:
             wrong.append(f"{damage}: {child.output()}")
@@ -186,22 +186,22 @@ def test_resume_goes_on_from_the_one_before_and_says_so(whole: Path, place: Plac
             wrong.append(f"{damage}: from step {began}: {child.output()}")
     figures.write(
         "damaged-resume",
-        [figures.none_of(tried, "resume past a damaged checkpoint: not so, or unsaid", wrong)],
+        [figures.none_of(trials, "resume past a damaged checkpoint: not so, or unsaid", wrong)],
     )
 
 
 @pytest.mark.parametrize("how", [how for how in DAMAGES if how != "swapped with another's"])
-def test_a_damaged_pointer_hides_no_checkpoint(whole: Path, tmp_path: Path, how: str) -> None:
+def test_a_damaged_pointer_hides_no_checkpoint(intact_run: Path, tmp_path: Path, how: str) -> None:
     for seed in range(SEEDS):
         run_dir = tmp_path / f"{seed}"
-        shutil.copytree(whole, run_dir)
+        shutil.copytree(intact_run, run_dir)
         pointer = run_dir / "checkpoints" / "latest"
         chance = random.Random(seed)
         if how == "swapped within":
             swap(pointer, run_dir / "checkpoints" / f"step-{STEPS}" / "state.json")
         else:
             DAMAGES[how](pointer, pointer, chance)
-        found, _ = latest_intact(run_dir)
+        checkpoint, _ = latest_intact(run_dir)
         expected = STEPS - EVERY if how == "swapped within" else STEPS
-        assert found.path.name == f"step-{expected}"
+        assert checkpoint.path.name == f"step-{expected}"
         assert latest_checkpoint(run_dir) in list_checkpoints(run_dir)

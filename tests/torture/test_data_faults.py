@@ -105,14 +105,14 @@ def test_a_source_that_fails_ends_all_ranks_with_its_own_words(
         settings = (*source(trouble.source), *trouble.settings)
         ranks = place.train(run_dir, *settings, ranks=size, body=trouble.body)
         ranks[0].wait_for(rf"^ *{trouble.step - 1} .*loss")
-        begun = time.monotonic()
-        ended = codes(ranks)
-        seconds.append(time.monotonic() - begun)
-        told = logs(run_dir, range(size))
-        alike = last_steps(told) == {trouble.step - 1} and set(ended) == {4}
-        if not alike or not all(re.search(trouble.says, log) for log in told):
-            unlike.append(f"W={size}: {ended}\n{output_of(ranks)}\n{told[-1]}")
-        if complaints := unclear(ranks[0].output(), told, trouble):
+        start_s = time.monotonic()
+        exit_codes = codes(ranks)
+        seconds.append(time.monotonic() - start_s)
+        rank_logs = logs(run_dir, range(size))
+        is_same_end = last_steps(rank_logs) == {trouble.step - 1} and set(exit_codes) == {4}
+        if not is_same_end or not all(re.search(trouble.says, log) for log in rank_logs):
+            unlike.append(f"W={size}: {exit_codes}\n{output_of(ranks)}\n{rank_logs[-1]}")
+        if complaints := unclear(ranks[0].output(), rank_logs, trouble):
             untold.append(f"W={size}: {complaints}\n{output_of(ranks)}")
         shutil.rmtree(run_dir)
     name = trouble.source.replace("_", "-")
@@ -126,16 +126,19 @@ def test_a_source_that_fails_ends_all_ranks_with_its_own_words(
     )
 
 
-def unclear(terminal: str, told: Sequence[str], trouble: Trouble) -> list[str]:
+def unclear(terminal: str, rank_logs: Sequence[str], trouble: Trouble) -> list[str]:
     """What is wrong with what a person reads."""
     complaints = []
     if not re.search(rf"rank 0 failed at step {trouble.step}: .*{trouble.says}", terminal):
         complaints.append("the terminal does not name rank, step and cause")
     if "Traceback" in terminal or "Nothing was started" in terminal:
         complaints.append("the terminal shows a traceback, or says that nothing was started")
-    if any("rank 0 failed while in step" not in log for log in told[1:]):
+    if any("rank 0 failed while in step" not in log for log in rank_logs[1:]):
         complaints.append("another rank's log does not name rank 0")
-    if trouble.where not in told[0] or "while reading samples at positions" not in told[0]:
+    if (
+        trouble.where not in rank_logs[0]
+        or "while reading samples at positions" not in rank_logs[0]
+    ):
         complaints.append("rank 0's log does not say where in the data")
     return complaints
 
@@ -176,16 +179,16 @@ def test_a_damaged_file_is_named_by_all_ranks_or_before_they_start(place: Place,
     for size in sizes:
         run_dir = place.path / f"run-{size}"
         ranks = place.train(run_dir, *STREAM, "data.strategy=dispatched", ranks=size)
-        ended, told = codes(ranks), logs(run_dir, range(size))
+        exit_codes, rank_logs = codes(ranks), logs(run_dir, range(size))
         where = r"lane 2 \(documents-2.parquet\)"
-        named = all("rank 0 failed" in log and re.search(where, log) for log in told)
-        if set(ended) != {4} or not named or "Traceback" in ranks[0].output():
-            unlike.append(f"W={size}: {ended}\n{output_of(ranks)}\n{told[-1]}")
+        is_named = all("rank 0 failed" in log and re.search(where, log) for log in rank_logs)
+        if set(exit_codes) != {4} or not is_named or "Traceback" in ranks[0].output():
+            unlike.append(f"W={size}: {exit_codes}\n{output_of(ranks)}\n{rank_logs[-1]}")
         shutil.rmtree(place.path / "stream")
         ranks = place.train(place.path / "never-made", *STREAM, ranks=size)
-        ended, terminal = codes(ranks), ranks[0].output()
-        if set(ended) != {2} or not re.search(where, terminal) or "Traceback" in terminal:
-            unlike.append(f"counted, W={size}: {ended}\n{output_of(ranks)}")
+        exit_codes, terminal = codes(ranks), ranks[0].output()
+        if set(exit_codes) != {2} or not re.search(where, terminal) or "Traceback" in terminal:
+            unlike.append(f"counted, W={size}: {exit_codes}\n{output_of(ranks)}")
     what = f"a file with {how} in it: not named by all ranks"
     figures.write(f"stream-{how}", [figures.none_of(2 * len(sizes), what, unlike)])
 
@@ -194,25 +197,25 @@ def test_a_damaged_file_is_named_by_all_ranks_or_before_they_start(place: Place,
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", ("blocks_at_once", "blocks")[: figures.times(1, 2)])
 def test_a_source_that_blocks_ends_all_ranks_at_the_limit(place: Place, name: str) -> None:
-    unnamed, seconds = [], []
+    not_named, seconds = [], []
     sizes = SIZES * REPEATS if figures.FULL else SIZES[:1]
     for size in sizes:
         run_dir = place.path / "run"
         ranks = place.train(run_dir, *source(name), *LIMITS, ranks=size)
         assert ranks[0].wait_for(f"^{faulty.WAITING}"), output_of(ranks)
-        begun = time.monotonic()
-        ended = codes(ranks)
-        seconds.append(time.monotonic() - begun)
-        named = r"rank 0 has not entered a collective \(the samples that rank 0[^)]*\) for \d+ s"
-        told = logs(run_dir, range(size))
-        if set(ended) != {4} or not all(re.search(named, text) for text in told):
-            unnamed.append(f"W={size}: {ended}\n{output_of(ranks)}\n{told[-1]}")
+        start_s = time.monotonic()
+        exit_codes = codes(ranks)
+        seconds.append(time.monotonic() - start_s)
+        pattern = r"rank 0 has not entered a collective \(the samples that rank 0[^)]*\) for \d+ s"
+        rank_logs = logs(run_dir, range(size))
+        if set(exit_codes) != {4} or not all(re.search(pattern, text) for text in rank_logs):
+            not_named.append(f"W={size}: {exit_codes}\n{output_of(ranks)}\n{rank_logs[-1]}")
         shutil.rmtree(run_dir)
     what = f"a source that {name.replace('_', ' ')}"
     figures.write(
         f"source-{name.replace('_', '-')}",
         [
-            figures.none_of(len(sizes), f"{what}: rank 0 not named on every rank", unnamed),
+            figures.none_of(len(sizes), f"{what}: rank 0 not named on every rank", not_named),
             figures.at_most(f"{what}: all ended", seconds, "s", TIMEOUT_S + SILENCE_S),
         ],
     )
@@ -226,28 +229,32 @@ STOPPED = ("blocks", "blocks_at_once", "blocks_when_called")
 def test_sigterm_while_a_source_blocks_saves_leaves_and_loses_nothing(place: Place) -> None:
     """Also while the very first sample does not come."""
     wrong, different, seconds = [], [], []
-    wanted: dict[int, dict[str, bytes]] = {}
+    expected: dict[int, dict[str, bytes]] = {}
     trials = [(name, size) for name in STOPPED for size in SIZES] * REPEATS
     trials = trials if figures.FULL else [(STOPPED[1], 2)]
     for number, (name, size) in enumerate(trials):
-        if size not in wanted:
-            wanted[size] = undisturbed(place, size)
+        if size not in expected:
+            expected[size] = expected_weights(place, size)
         run_dir = place.path / f"run-{number}"
         ranks = place.train(run_dir, *source(name), f"train.until=[{STEPS}it]", ranks=size)
         assert ranks[0].wait_for(f"^{faulty.WAITING}"), output_of(ranks)
-        begun = time.monotonic()
+        start_s = time.monotonic()
         for rank in ranks:
             rank.signal(signal.SIGTERM)
-        ended = [rank.finish(PATIENCE_S) for rank in ranks]
+        exit_codes = [rank.finish(PATIENCE_S) for rank in ranks]
         saves = [event["seconds"] for event in events(run_dir, "checkpoint")]
-        seconds.append(time.monotonic() - begun - max(saves, default=0.0))
-        told = logs(run_dir, range(size))
-        if set(ended) != {75} or len(last_steps(told)) != 1 or "Traceback" in output_of(ranks):
-            wrong.append(f"{name}, W={size}: {ended}\n{output_of(ranks)}")
+        seconds.append(time.monotonic() - start_s - max(saves, default=0.0))
+        rank_logs = logs(run_dir, range(size))
+        if (
+            set(exit_codes) != {75}
+            or len(last_steps(rank_logs)) != 1
+            or "Traceback" in output_of(ranks)
+        ):
+            wrong.append(f"{name}, W={size}: {exit_codes}\n{output_of(ranks)}")
         (place.path / faulty.ANSWERS).touch()
-        again = place.resume(run_dir, ranks=size)
-        if set(codes(again)) != {0} or weights(run_dir, STEPS) != wanted[size]:
-            different.append(f"{name}, W={size}\n{output_of(again)}")
+        resumed_ranks = place.resume(run_dir, ranks=size)
+        if set(codes(resumed_ranks)) != {0} or weights(run_dir, STEPS) != expected[size]:
+            different.append(f"{name}, W={size}\n{output_of(resumed_ranks)}")
         (place.path / faulty.ANSWERS).unlink()
         shutil.rmtree(run_dir)
     figures.write(
@@ -262,7 +269,7 @@ def test_sigterm_while_a_source_blocks_saves_leaves_and_loses_nothing(place: Pla
     )
 
 
-def undisturbed(place: Place, size: int) -> dict[str, bytes]:
+def expected_weights(place: Place, size: int) -> dict[str, bytes]:
     (place.path / faulty.ANSWERS).touch()
     run_dir = place.path / f"whole-{size}"
     settings = (*source("blocks"), f"train.until=[{STEPS}it]")
@@ -276,7 +283,7 @@ def undisturbed(place: Place, size: int) -> dict[str, bytes]:
 def test_a_killed_rank_is_named_by_all_that_were_sent_samples(place: Place) -> None:
     """Whether it is the one that reads and sends, or one that receives."""
     chance = random.Random(0)
-    unnamed, seconds = [], []
+    not_named, seconds = [], []
     trials = [(size, victim) for size in SIZES for victim in (0, 1)] * REPEATS
     trials = trials if figures.FULL else [(2, 1), (3, 0)]
     for size, victim in trials:
@@ -285,23 +292,27 @@ def test_a_killed_rank_is_named_by_all_that_were_sent_samples(place: Place) -> N
         ranks[0].wait_for(rf"^ *{chance.randint(2, 20)} .*loss")
         time.sleep(chance.uniform(0.0, 0.05))
         ranks[victim].signal(signal.SIGKILL)
-        begun = time.monotonic()
-        ended = codes(ranks)
-        seconds.append(time.monotonic() - begun)
-        others = [rank for rank in range(size) if rank != victim]
-        told = logs(run_dir, others)
-        named = rf"rank {victim} is gone"
+        start_s = time.monotonic()
+        exit_codes = codes(ranks)
+        seconds.append(time.monotonic() - start_s)
+        survivors = [rank for rank in range(size) if rank != victim]
+        rank_logs = logs(run_dir, survivors)
+        pattern = rf"rank {victim} is gone"
         # rank 0 serves the store here: when it leaves, that may be all that the others see
-        least = [re.search(named, told[0])] + [re.search(f"{named}|rank 0 ", log) for log in told]
-        good = all(ended[rank] == 4 for rank in others)
-        if not good or not all(least) or any("uncaught" in log for log in told):
-            unnamed.append(f"rank {victim} of {size}: {ended}\n{output_of(ranks)}\n{told[-1]}")
+        matches = [re.search(pattern, rank_logs[0])] + [
+            re.search(f"{pattern}|rank 0 ", log) for log in rank_logs
+        ]
+        good = all(exit_codes[rank] == 4 for rank in survivors)
+        if not good or not all(matches) or any("uncaught" in log for log in rank_logs):
+            not_named.append(
+                f"rank {victim} of {size}: {exit_codes}\n{output_of(ranks)}\n{rank_logs[-1]}"
+            )
         shutil.rmtree(run_dir)
     what = "SIGKILL of a rank that sends or receives samples"
     figures.write(
         "killed-dispatched",
         [
-            figures.none_of(len(trials), f"{what}: not named by all others", unnamed),
+            figures.none_of(len(trials), f"{what}: not named by all others", not_named),
             figures.at_most(f"{what}: the others ended", seconds, "s", SOON_S),
         ],
     )
@@ -317,29 +328,29 @@ def works(process: psutil.Process) -> bool:
 
 @pytest.mark.timeout(3600)
 def test_no_worker_outlives_a_killed_rank(place: Place) -> None:
-    left, seconds = [], []
+    leftovers, seconds = [], []
     settings = ("data.workers=2", "train.until=[100000it]")
     for number in range(figures.times(1, 10)):
         run_dir = place.path / "run"
         ranks = place.train(run_dir, *settings, "data.path=tokens", ranks=2)
         ranks[0].wait_for(r"^ *2 .*loss")
-        workers = [one for rank in ranks for one in psutil.Process(rank.pid).children()]
+        workers = [worker for rank in ranks for worker in psutil.Process(rank.pid).children()]
         assert len(workers) == 4, workers
         ranks[number % 2].signal(signal.SIGKILL)
-        begun = time.monotonic()
+        start_s = time.monotonic()
         codes(ranks)
-        while alive := [one for one in workers if works(one)]:
-            if time.monotonic() - begun > PATIENCE_S:
-                left.append(f"rank {number % 2} killed: {alive}")
+        while alive := [worker for worker in workers if works(worker)]:
+            if time.monotonic() - start_s > PATIENCE_S:
+                leftovers.append(f"rank {number % 2} killed: {alive}")
                 break
             time.sleep(0.01)
-        seconds.append(time.monotonic() - begun)
+        seconds.append(time.monotonic() - start_s)
         shutil.rmtree(run_dir)
     what = "SIGKILL of a rank with workers"
     figures.write(
         "killed-with-workers",
         [
-            figures.none_of(len(seconds), f"{what}: a process is left", left),
+            figures.none_of(len(seconds), f"{what}: a process is left", leftovers),
             figures.at_most(f"{what}: all processes gone", seconds, "s", SOON_S),
         ],
     )

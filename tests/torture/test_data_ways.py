@@ -66,8 +66,8 @@ def data_place(place: Place) -> Place:
             for _ in range(figures.times(40, 70))
         ]
         pq.write_table(pa.table({"text": texts}), place.path / f"documents-{shard}.parquet")
-    others = "".join(f"{n} doubled is {2 * n}.\n" for n in range(300))
-    (place.path / "others.txt").write_text(others)
+    text = "".join(f"{n} doubled is {2 * n}.\n" for n in range(300))
+    (place.path / "others.txt").write_text(text)
     return place
 
 
@@ -81,9 +81,9 @@ def run(place: Place, name: str, size: int, *settings: str) -> Path:
 
 def final_weights(run_dir: Path) -> dict[str, bytes]:
     """At the step at which it ended."""
-    found = weights(run_dir, acknowledged_step(run_dir))
-    assert found
-    return found
+    tensors = weights(run_dir, acknowledged_step(run_dir))
+    assert tensors
+    return tensors
 
 
 def losses(run_dir: Path) -> list[float]:
@@ -92,15 +92,15 @@ def losses(run_dir: Path) -> list[float]:
 
 def samples(run_dir: Path) -> int:
     state = run_dir / "checkpoints" / f"step-{acknowledged_step(run_dir)}" / "state.json"
-    found: dict[str, Any] = json.loads(state.read_text())
-    return int(_within(found, "progress")["samples"])
+    content: dict[str, Any] = json.loads(state.read_text())
+    return int(_within(content, "progress")["samples"])
 
 
-def _within(found: dict[str, Any], key: str) -> dict[str, Any]:
-    if key in found:
-        inner: dict[str, Any] = found[key]
+def _within(content: dict[str, Any], key: str) -> dict[str, Any]:
+    if key in content:
+        inner: dict[str, Any] = content[key]
         return inner
-    return next(_within(v, key) for v in found.values() if isinstance(v, dict) and key in str(v))
+    return next(_within(v, key) for v in content.values() if isinstance(v, dict) and key in str(v))
 
 
 @pytest.mark.torture
@@ -113,7 +113,7 @@ def test_sent_samples_train_as_read_ones_bit_for_bit(data_place: Place) -> None:
     for number, (kind, size) in enumerate(trials):
         place = f"{kind}-{size}"
         path = () if kind == "tokens" else (f"data.path=data-{number}",)
-        found = {
+        run_dirs = {
             strategy: run(
                 data_place,
                 f"{place}-{strategy}",
@@ -125,10 +125,10 @@ def test_sent_samples_train_as_read_ones_bit_for_bit(data_place: Place) -> None:
             )
             for strategy in STRATEGIES
         }
-        one, other = map(final_weights, found.values())
-        if one != other:
+        first, second = map(final_weights, run_dirs.values())
+        if first != second:
             unlike.append(f"{kind}, W={size}")
-        for run_dir in found.values():
+        for run_dir in run_dirs.values():
             shutil.rmtree(run_dir)
     what = "runs dispatched and sharded: other weights at the end"
     figures.write("dispatched-sharded", [figures.none_of(len(trials), what, unlike)])
@@ -138,13 +138,13 @@ def test_sent_samples_train_as_read_ones_bit_for_bit(data_place: Place) -> None:
 def test_one_or_two_ranks_are_one_run(data_place: Place) -> None:
     for kind in KINDS if figures.FULL else ("tokens",):
         keys = *KINDS[kind], ENDS, "model.dropout=0.0"
-        wanted = losses(run(data_place, f"{kind}-1", 1, *keys))
-        assert len(wanted) == STEPS
+        expected = losses(run(data_place, f"{kind}-1", 1, *keys))
+        assert len(expected) == STEPS
         for strategy in STRATEGIES[: figures.times(1, 2)]:
-            found = losses(
+            actual = losses(
                 run(data_place, f"{kind}-2-{strategy}", 2, *keys, f"data.strategy={strategy}")
             )
-            assert found == pytest.approx(wanted, rel=1e-4)
+            assert actual == pytest.approx(expected, rel=1e-4)
 
 
 SCHEDULE = [
@@ -164,23 +164,23 @@ def test_sizes_change_alike_where_samples_are_sent(data_place: Place) -> None:
     trials = trials if figures.FULL else [("tokens", 2)]
     for kind, size in trials:
         changes = (*KINDS[kind], ENDS, f"schedule={json.dumps(SCHEDULE)}")
-        found = [
+        run_dirs = [
             run(
                 data_place, f"{kind}-{size}-{strategy}", size, *changes, f"data.strategy={strategy}"
             )
             for strategy in STRATEGIES
         ]
-        fired = [event["name"] for event in events(found[0], "operation")]
-        assert len(fired) == len(SCHEDULE), fired
-        if len(set(map(str, map(losses, found)))) > 1 or not alike(found):
+        operations = [event["name"] for event in events(run_dirs[0], "operation")]
+        assert len(operations) == len(SCHEDULE), operations
+        if len(set(map(str, map(losses, run_dirs)))) > 1 or not have_same_weights(run_dirs):
             unlike.append(f"{kind}, W={size}")
     what = "runs whose sizes change, dispatched and sharded: other weights at the end"
     figures.write("dispatched-changes", [figures.none_of(len(trials), what, unlike)])
 
 
-def alike(run_dirs: Sequence[Path]) -> bool:
-    first, *others = map(final_weights, run_dirs)
-    return all(first == other for other in others)
+def have_same_weights(run_dirs: Sequence[Path]) -> bool:
+    first, *rest_of_weights = map(final_weights, run_dirs)
+    return all(first == other for other in rest_of_weights)
 
 
 @pytest.mark.torture
@@ -188,19 +188,19 @@ def alike(run_dirs: Sequence[Path]) -> bool:
 def test_a_stream_of_unknown_length_ends_where_two_epochs_end(data_place: Place) -> None:
     """And a run that goes on in the second epoch ends there too."""
     budget = "train.until=[2ep]"
-    sent = run(data_place, "sent", 2, *STREAM, budget, "data.strategy=dispatched")
-    again = data_place.path / "again"
-    cut = acknowledged_step(sent) - 4
+    dispatched_run = run(data_place, "sent", 2, *STREAM, budget, "data.strategy=dispatched")
+    resumed_run = data_place.path / "again"
+    cut = acknowledged_step(dispatched_run) - 4
     settings = *STREAM, "data.path=again-data", "data.strategy=dispatched", f"train.until=[{cut}it]"
-    assert set(codes(data_place.train(again, *settings, ranks=2))) == {0}
+    assert set(codes(data_place.train(resumed_run, *settings, ranks=2))) == {0}
     (data_place.path / "again-data" / "lanes.json").unlink()
-    ranks = data_place.resume(again, "--until", "2ep", ranks=2)
+    ranks = data_place.resume(resumed_run, "--until", "2ep", ranks=2)
     assert set(codes(ranks)) == {0}, output_of(ranks)
-    read = run(data_place, "read", 2, *STREAM, budget)
+    sharded_run = run(data_place, "read", 2, *STREAM, budget)
     counts = json.loads((data_place.path / "stream" / "lanes.json").read_text())["counts"]
     epoch = sum(-(-(count - 1) // 16) for count in counts)
-    assert samples(sent) == samples(again) == samples(read) == 2 * epoch
-    assert alike([sent, again, read])
+    assert samples(dispatched_run) == samples(resumed_run) == samples(sharded_run) == 2 * epoch
+    assert have_same_weights([dispatched_run, resumed_run, sharded_run])
 
 
 CUTS = figures.times(1, 40)
@@ -213,30 +213,30 @@ def test_a_killed_run_goes_on_in_the_other_way(data_place: Place) -> None:
     rounding."""
     chance = random.Random(0)
     different, kills = [], 0
-    wanted: dict[tuple[str, int], Path] = {}
+    full_runs: dict[tuple[str, int], Path] = {}
     kinds = ["a stream", "tokens", "rows", "a mixture"]
     for number in range(CUTS):
         kind = kinds[number % len(kinds)]
         size, after = (2, 3) if number % 2 else (2, 2)
         settings = *KINDS[kind], *SAVES, ENDS, "model.dropout=0.0"
-        if (kind, size) not in wanted:
-            wanted[kind, size] = run(data_place, f"whole-{kind}-{size}", size, *settings)
-        undisturbed = wanted[kind, size]
-        one, other = chance.sample(STRATEGIES, 2)
+        if (kind, size) not in full_runs:
+            full_runs[kind, size] = run(data_place, f"whole-{kind}-{size}", size, *settings)
+        full_run = full_runs[kind, size]
+        first, second = chance.sample(STRATEGIES, 2)
         run_dir = data_place.path / f"parts-{number}"
-        ranks = data_place.train(run_dir, *settings, f"data.strategy={one}", ranks=size)
+        ranks = data_place.train(run_dir, *settings, f"data.strategy={first}", ranks=size)
         ranks[0].wait_until(partial(acknowledged_step, run_dir))
         ranks[0].ended_within(chance.uniform(0.0, 0.5))
         for rank in ranks:
             rank.signal(signal.SIGKILL)
         kills += -signal.SIGKILL in codes(ranks)
-        ranks = data_place.resume(run_dir, "--set", f"data.strategy={other}", ranks=after)
-        what = f"{kind}, W={size} {one}, then W={after} {other}"
-        if set(codes(ranks)) != {0} or samples(run_dir) != samples(undisturbed):
+        ranks = data_place.resume(run_dir, "--set", f"data.strategy={second}", ranks=after)
+        what = f"{kind}, W={size} {first}, then W={after} {second}"
+        if set(codes(ranks)) != {0} or samples(run_dir) != samples(full_run):
             different.append(f"{what}\n{output_of(ranks)}")
-        elif after == size and not alike([run_dir, undisturbed]):
+        elif after == size and not have_same_weights([run_dir, full_run]):
             different.append(what)
-        elif last_losses(run_dir) != pytest.approx(last_losses(undisturbed), rel=1e-3):
+        elif last_losses(run_dir) != pytest.approx(last_losses(full_run), rel=1e-3):
             different.append(f"{what}: {last_losses(run_dir)}")
     figures.write(
         "other-strategy",
@@ -272,10 +272,10 @@ def parts(*strategies: str) -> st.SearchStrategy[list[Part]]:
     return st.lists(part, min_size=2, max_size=5)
 
 
-def is_within(part: list[bytes], whole: list[bytes]) -> bool:
+def is_within(part: list[bytes], sequence: list[bytes]) -> bool:
     """Whether all of `part` is in `whole`, in the same order."""
-    rest = iter(whole)
-    return all(one in rest for one in part)
+    rows = iter(sequence)
+    return all(row in rows for row in part)
 
 
 CUT_PLANS = figures.times(3, 60)
@@ -292,14 +292,14 @@ def test_whatever_the_cuts_it_is_the_sequence_of_the_undisturbed_run(
     monkeypatch.setattr(DocumentStream, "spacing", 3)
     path = {} if "mixture" in EVERY_KIND[kind] else {"path": str(tmp_path / "data")}
     data = config(make_rows(tmp_path), kind, **path)
-    undisturbed = take_steps(data, Way(1), 120)  # more than any of the plans takes
-    sequence = [row for batches in undisturbed for row in rows_of(batches[0])]
-    epoch = next(batches[0].plan.cursor for batches in undisturbed if batches[0].plan.epoch)
+    full_run = take_steps(data, Way(1), 120)  # more than any of the plans takes
+    sequence = [row for batches in full_run for row in rows_of(batches[0])]
+    epoch = next(batches[0].plan.cursor for batches in full_run if batches[0].plan.epoch)
     strategies = (
         ["dispatched"] if EVERY_KIND[kind].get("kind") == "python" else ["dispatched", "sharded"]
     )
 
-    tried = 0
+    trials = 0
 
     @settings(
         max_examples=CUT_PLANS,
@@ -309,22 +309,22 @@ def test_whatever_the_cuts_it_is_the_sequence_of_the_undisturbed_run(
     )
     @given(start=st.integers(0, epoch + 20), plan=parts(*strategies))
     def cut_and_go_on(start: int, plan: list[Part]) -> None:
-        nonlocal tried
-        tried += len(plan)
+        nonlocal trials
+        trials += len(plan)
         cursor = start
         for part in plan:
             sizes = part.batch_size * part.accumulation, part.batch_size
             for batches in take_steps(data, part.way, part.steps, cursor, sizes):
                 count = min(sizes[0], epoch - cursor % epoch)
-                wanted = sequence[cursor : cursor + count]
-                assert len(wanted) == count, "the undisturbed run is too short"
+                expected = sequence[cursor : cursor + count]
+                assert len(expected) == count, "the undisturbed run is too short"
                 plan_of_all, *_ = invariants(batches)
                 assert (plan_of_all.cursor, plan_of_all.count) == (cursor, count)
-                assert samples_of(batches) == Counter(wanted)
-                assert all(is_within(rows_of(batch), wanted) for batch in batches)
+                assert samples_of(batches) == Counter(expected)
+                assert all(is_within(rows_of(batch), expected) for batch in batches)
                 cursor += count
 
     cut_and_go_on()
     what = "cuts gone on with in another way: samples lost, repeated or in another order"
     name = kind.replace(",", "").replace(" ", "-")
-    figures.write(f"data-cuts-{name}", [figures.none_of(tried, f"{kind}, {what}", [])])
+    figures.write(f"data-cuts-{name}", [figures.none_of(trials, f"{kind}, {what}", [])])

@@ -35,48 +35,48 @@ LARGE = figures.times(1 << 22, (1 << 31) + (1 << 20))
 def test_a_chain_whose_writer_is_killed_is_whole_to_its_last_acknowledged_state(
     forks: Forks, tmp_path: Path
 ) -> None:
-    chain, told = tmp_path / "deltas", tmp_path / "acknowledged"
-    begun = time.perf_counter()
+    chain, log_path = tmp_path / "deltas", tmp_path / "acknowledged"
+    start_s = time.perf_counter()
     append(chain, 0, chains.weights(0), None)
-    save_s = time.perf_counter() - begun
-    told.write_text("0\n")
+    save_s = time.perf_counter() - start_s
+    log_path.write_text("0\n")
     chance = random.Random(0)
-    lost, broken, unnumbered = list[str](), list[str](), list[str]()
+    losses, broken, gaps = list[str](), list[str](), list[str]()
     for _ in range(KILLS):
         before = links(chain)[-1]
-        saver = forks.start("chains:save_for_ever", str(chain), str(told), place=tmp_path)
-        wanted = before.step + chance.choice((1, 1, 2, 4))
-        saver.wait_until(lambda wanted=wanted: acknowledged(told) >= wanted)
+        saver = forks.start("chains:save_for_ever", str(chain), str(log_path), place=tmp_path)
+        target_step = before.step + chance.choice((1, 1, 2, 4))
+        saver.wait_until(lambda target_step=target_step: acknowledged_step(log_path) >= target_step)
         assert not saver.ended_within(chance.uniform(0, 2 * save_s)), saver.output()
         saver.signal(signal.SIGKILL)
         assert saver.finish() == -signal.SIGKILL
         try:
-            found = verify_chain(chain)
+            intact_links = verify_chain(chain)
         except CheckpointError as error:
             broken.append(str(error))
             break
-        last = found[-1]
-        if last.step < acknowledged(told):
-            lost.append(f"{last} is before {acknowledged(told)}")
+        last = intact_links[-1]
+        if last.step < acknowledged_step(log_path):
+            losses.append(f"{last} is before {acknowledged_step(log_path)}")
         if not chains.same(load_state(chain), chains.weights(last.step)):
             broken.append(f"{last} does not hold what was saved")
         if last.number - before.number != last.step - before.step:
-            unnumbered.append(f"{before} to {last}")
+            gaps.append(f"{before} to {last}")
         remove_states(chain, last.number)
     figures.write(
         "delta-killed",
         [
             figures.none_of(
-                KILLS, "SIGKILL while deltas are saved: acknowledged states lost", lost
+                KILLS, "SIGKILL while deltas are saved: acknowledged states lost", losses
             ),
             figures.none_of(KILLS, "SIGKILL while deltas are saved: chain not whole", broken),
-            figures.none_of(KILLS, "resume of a chain: numbers do not go on", unnumbered),
+            figures.none_of(KILLS, "resume of a chain: numbers do not go on", gaps),
         ],
     )
 
 
-def acknowledged(told: Path) -> int:
-    return int(told.read_text().split("\n")[-2])
+def acknowledged_step(log_path: Path) -> int:
+    return int(log_path.read_text().split("\n")[-2])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -84,21 +84,21 @@ def test_every_state_of_a_training_is_rebuilt_bit_for_bit(
     tmp_path: Path, dtype: torch.dtype
 ) -> None:
     """All hashes are compared with those of the weights as they were, some states as a whole."""
-    saved, before = [], None
-    for step, state in enumerate(trained(LINKS, dtype)):
+    states, before = [], None
+    for step, state in enumerate(train_states(LINKS, dtype)):
         append(tmp_path, step, state, before)
         before = state
-        saved.append({name: tensor.clone() for name, tensor in state.items()})
+        states.append({name: tensor.clone() for name, tensor in state.items()})
     chain = verify_chain(tmp_path)
     wrong = [
         link.number
-        for link, state in zip(chain, saved, strict=True)
-        if link.result_hash != state_hash({name: to_bits(each) for name, each in state.items()})
+        for link, state in zip(chain, states, strict=True)
+        if link.result_hash != state_hash({name: to_bits(value) for name, value in state.items()})
     ]
     wrong += [
         number
         for number in range(0, LINKS + 1, max(1, LINKS // 20))
-        if not chains.same(load_state(tmp_path, number), saved[number])
+        if not chains.same(load_state(tmp_path, number), states[number])
     ]
     word = str(dtype).removeprefix("torch.")
     figures.write(
@@ -107,7 +107,7 @@ def test_every_state_of_a_training_is_rebuilt_bit_for_bit(
     )
 
 
-def trained(steps: int, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
+def train_states(steps: int, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
     """Yields copies of a small model's weights before the first step and after each."""
     torch.manual_seed(0)
     model = GPT(llama(64))
@@ -129,27 +129,27 @@ def test_every_flipped_bit_is_found_and_its_file_named(tmp_path: Path) -> None:
     chains.save(tmp_path, 4)
     files = sorted(path for path in tmp_path.iterdir())
     chance = random.Random(0)
-    unfound, unnamed = [], []
+    not_found, not_named = [], []
     for _ in range(FLIPS):
         path = chance.choice(files)
         content = path.read_bytes()
-        damaged = bytearray(content)
-        at = chance.randrange(len(damaged))
-        damaged[at] ^= 1 << chance.randrange(8)
-        path.write_bytes(damaged)
+        damage = bytearray(content)
+        at = chance.randrange(len(damage))
+        damage[at] ^= 1 << chance.randrange(8)
+        path.write_bytes(damage)
         try:
             verify_chain(tmp_path)
         except CheckpointError as error:
             if path.name not in str(error):
-                unnamed.append(f"{path.name} at {at}: {error}")
+                not_named.append(f"{path.name} at {at}: {error}")
         else:
-            unfound.append(f"{path.name} at {at}")
+            not_found.append(f"{path.name} at {at}")
         path.write_bytes(content)
     figures.write(
         "delta-flips",
         [
-            figures.none_of(FLIPS, "flipped bit in a chain: not found", unfound),
-            figures.none_of(FLIPS, "flipped bit in a chain: its file not named", unnamed),
+            figures.none_of(FLIPS, "flipped bit in a chain: not found", not_found),
+            figures.none_of(FLIPS, "flipped bit in a chain: its file not named", not_named),
         ],
     )
 
@@ -166,8 +166,8 @@ def test_a_full_disk_costs_no_state(forks: Forks, tmp_path: Path) -> None:
         child = forks.start("chains:save_with_too_little_room", str(chain), room, place=tmp_path)
         assert child.finish() == 0, child.output()
         facts = json.loads(child.output().splitlines()[-1])
-        told = "too large" in facts["told"] and str(chain) in facts["told"]
-        if not told or facts["last"] != before or facts["then"] != before + 1:
+        is_clear = "too large" in facts["told"] and str(chain) in facts["told"]
+        if not is_clear or facts["last"] != before or facts["then"] != before + 1:
             wrong.append(f"{room} bytes of room: {facts}")
     what = "disk full while a delta is saved: no clear error, a state lost, or no next save"
     figures.write("delta-full-disk", [figures.none_of(FULL_DISKS, what, wrong)])
@@ -177,20 +177,20 @@ def test_a_tensor_may_have_more_than_two_to_the_31_elements(tmp_path: Path) -> N
     """The files are sparse; only what is rebuilt takes room on the disk."""
     places = [0, LARGE // 2, min(LARGE, 1 << 31) - 1, LARGE - 2, LARGE - 1]
     old, new, link, out = (tmp_path / name for name in ("old", "new", "link", "out"))
-    for path, changed in ((old, []), (new, places)):
+    for path, positions in ((old, []), (new, places)):
         entry = TensorEntry("U8", (2, LARGE // 2), LARGE)
         header = encode_header({"weight": entry})
         with path.open("wb") as file:
             file.write(header)
             file.truncate(len(header) + LARGE)
-            for place in changed:
+            for place in positions:
                 file.seek(len(header) + place)
                 file.write(b"\1")
     footer = create_file(old, new, link)
     assert footer.n_changed == len(set(places))
     assert link.stat().st_size < 10_000
     apply_file(old, link, out)
-    found = np.memmap(out, np.uint8, "r")[-LARGE:]
-    assert [bool(found[place]) for place in places] == [True] * len(places)
+    content = np.memmap(out, np.uint8, "r")[-LARGE:]
+    assert [bool(content[place]) for place in places] == [True] * len(places)
     out.unlink()
     figures.write("delta-large", [figures.count("elements of the largest tensor", LARGE)])

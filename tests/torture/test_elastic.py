@@ -74,29 +74,29 @@ STRATEGIES: list[tuple[str, tuple[str, ...], int]] = [
 @pytest.mark.timeout(7200)
 def test_any_number_of_ranks_is_the_same_run_bit_for_bit(place: Place) -> None:
     chance = random.Random(0)
-    chosen = list(VARIANTS)[: figures.times(1, len(VARIANTS))]
+    names = list(VARIANTS)[: figures.times(1, len(VARIANTS))]
     differing, changes = [], 0
-    compared = 0
-    for name in chosen:
+    comparisons = 0
+    for name in names:
         overrides = (*ELASTIC, *VARIANTS[name])
-        wanted = undisturbed(place, overrides, 1)
+        expected = fingerprint_of_run(place, overrides, 1)
         # fewer steps of these are compared in tests/run/test_sharded.py
         for strategy, keys, ranks in STRATEGIES[: figures.times(0, len(STRATEGIES))]:
-            compared += 1
-            if undisturbed(place, (*overrides, *keys), ranks) != wanted:
+            comparisons += 1
+            if fingerprint_of_run(place, (*overrides, *keys), ranks) != expected:
                 differing.append(f"{name}, {strategy}, W={ranks}")
         for number in range(CHANGES):
             worlds = (1, 2, 4, 1) if number == 0 else chance.choices(RANKS, k=4)
-            found, changed = changing(place, overrides, worlds, chance)
-            changes += changed
-            if found != wanted:
+            actual, stops = changing(place, overrides, worlds, chance)
+            changes += stops
+            if actual != expected:
                 differing.append(f"{name}, W={worlds}")
-    assert changes >= len(chosen) * CHANGES, "the runs ended before they were stopped"
+    assert changes >= len(names) * CHANGES, "the runs ended before they were stopped"
     figures.write(
         "elastic",
         [
             figures.none_of(
-                compared + len(chosen) * CHANGES,
+                comparisons + len(names) * CHANGES,
                 "runs on 1, 2, 4 or changing numbers of ranks, sharded or not: another hash",
                 differing,
             ),
@@ -110,9 +110,11 @@ def test_any_number_of_ranks_is_the_same_run_bit_for_bit(place: Place) -> None:
 def test_a_step_that_one_rank_spoils_is_skipped_alike(place: Place) -> None:
     body, until = "failures:last_rank_has_nan_once", figures.times(FAILING_STEP + 2, STEPS)
     keys, worlds = (*ELASTIC, f"train.until=[{until}it]"), RANKS[: figures.times(2, len(RANKS))]
-    found = {undisturbed(place, keys, ranks, until, body=body, skips=1) for ranks in worlds}
-    assert len(found) == 1
-    assert undisturbed(place, keys, 1, until) not in found
+    fingerprints = {
+        fingerprint_of_run(place, keys, ranks, until, body=body, skips=1) for ranks in worlds
+    }
+    assert len(fingerprints) == 1
+    assert fingerprint_of_run(place, keys, 1, until) not in fingerprints
 
 
 @pytest.mark.timeout(3600)
@@ -131,13 +133,13 @@ def test_fixed_runs_are_alike_with_whole_models_and_with_shards(place: Place) ->
                 assert set(codes(children)) == {0}, output_of(children)
                 losses.append([event["loss"] for event in events(run_dir, "train")])
                 assert len(losses[-1]) == steps
-            apart = [abs(one - other) / one for one, other in zip(*losses, strict=True)]
+            differences = [abs(a - b) / a for a, b in zip(*losses, strict=True)]
             what = f"{name}, fixed, W={ranks}: losses of ddp and fsdp, relative"
-            cases.append(figures.at_most(what, apart, "", 1e-5))
+            cases.append(figures.at_most(what, differences, "", 1e-5))
     figures.write("sharded-fixed", cases)
 
 
-def undisturbed(
+def fingerprint_of_run(
     place: Place,
     overrides: Sequence[str],
     ranks: int,
@@ -150,9 +152,9 @@ def undisturbed(
     children = place.train(run_dir, *overrides, ranks=ranks, body=body)
     assert set(codes(children)) == {0}, output_of(children)
     assert len(events(run_dir, "skip")) == skips
-    found = fingerprint(run_dir, steps)
+    print_of_weights = fingerprint(run_dir, steps)
     shutil.rmtree(run_dir)
-    return found
+    return print_of_weights
 
 
 def changing(
@@ -160,21 +162,21 @@ def changing(
 ) -> tuple[str, int]:
     """The fingerprint of a run stopped at random to go on with the next number of ranks, and how
     often it was stopped; the last number brings it to its end."""
-    run_dir, reached, stops = place.path / "parts", 0, 0
+    run_dir, last_step, stops = place.path / "parts", 0, 0
     for turn, ranks in enumerate(worlds):
         go_on = place.resume(run_dir, ranks=ranks) if turn else None
         children = go_on or place.train(run_dir, *overrides, ranks=ranks)
         if turn < len(worlds) - 1:
-            stop_at = min(reached + chance.randint(1, STEPS // 4), STEPS - 1)
+            stop_at = min(last_step + chance.randint(1, STEPS // 4), STEPS - 1)
             children[0].wait_for(rf"^ *{stop_at} .*loss")
             for child in children:
                 child.signal(signal.SIGTERM)
         code = set(codes(children))
         assert code in ({0}, {75}), output_of(children)
-        reached = events(run_dir, "train")[-1]["step"]
+        last_step = events(run_dir, "train")[-1]["step"]
         if code == {0}:
             break
         stops += 1
-    found = fingerprint(run_dir, STEPS)
+    print_of_weights = fingerprint(run_dir, STEPS)
     shutil.rmtree(run_dir)
-    return found, stops
+    return print_of_weights, stops

@@ -34,8 +34,8 @@ LISTENER = (
 )
 
 
-def place_in(folder: Path, *, installed: bool = False) -> FleetPlace:
-    return FleetPlace(folder, first_port(), new_interpreters=installed or figures.FULL)
+def place_in(folder: Path, *, new_interpreters: bool = False) -> FleetPlace:
+    return FleetPlace(folder, first_port(), new_interpreters=new_interpreters or figures.FULL)
 
 
 def pairs(name: str, count: int, command: list[str]) -> str:
@@ -81,7 +81,7 @@ def processor_share(process: psutil.Process, seconds: float) -> float:
 
 @pytest.mark.torture
 def test_the_launcher_of_eight_instances_needs_little(tmp_path: Path) -> None:
-    launcher, _ = start_pairs(place_in(tmp_path, installed=True), 8)
+    launcher, _ = start_pairs(place_in(tmp_path, new_interpreters=True), 8)
     share = processor_share(psutil.Process(launcher.pid), figures.times(3, 60))
     launcher.send_signal(signal.SIGINT)
     launcher.communicate()
@@ -93,22 +93,22 @@ def test_the_launcher_of_eight_instances_needs_little(tmp_path: Path) -> None:
 
 @pytest.mark.torture
 def test_many_pairs_are_ready_soon_and_end_with_their_launcher(tmp_path: Path) -> None:
-    place = place_in(tmp_path, installed=True)
+    place = place_in(tmp_path, new_interpreters=True)
     launcher, ready_s = start_pairs(place, INSTANCES)
     process = psutil.Process(launcher.pid)
     memory = process.memory_info().rss
     share = processor_share(process, figures.times(3, 20))
     zombies = [
-        each.pid
-        for each in process.children(recursive=True)
-        if each.status() == psutil.STATUS_ZOMBIE
+        child.pid
+        for child in process.children(recursive=True)
+        if child.status() == psutil.STATUS_ZOMBIE
     ]
     launcher.kill()
-    killed = time.monotonic()
+    kill_s = time.monotonic()
     launcher.communicate()
-    while place.living_pids() and time.monotonic() < killed + 30:
+    while place.living_pids() and time.monotonic() < kill_s + 30:
         time.sleep(0.05)
-    gone_s = time.monotonic() - killed
+    gone_s = time.monotonic() - kill_s
     # 200 pairs of processes start on two cores; few of them must not take longer
     figures.write(
         "fleet-many",
@@ -145,7 +145,7 @@ jobs: {{job: {{command: ["true"]}}}}
 
 def test_a_launcher_killed_at_any_moment_and_resumed_runs_everything_once(tmp_path: Path) -> None:
     rng = random.Random(7)
-    twice: list[str] = []
+    repeats: list[str] = []
     missing: list[str] = []
     untrue: list[str] = []
     for trial in range(KILLS):
@@ -173,13 +173,15 @@ jobs:
             untrue.append(f"trial {trial}: {output}")
         if place.living_pids():
             untrue.append(f"trial {trial}: processes survive")
-        done = (folder / "done").read_text().split()
-        twice += [f"trial {trial}: {n}" for n in set(done) if done.count(n) > 1]
-        missing += [f"trial {trial}: {n}" for n in "0123" if n not in done]
+        finished_seeds = (folder / "done").read_text().split()
+        repeats += [
+            f"trial {trial}: {n}" for n in set(finished_seeds) if finished_seeds.count(n) > 1
+        ]
+        missing += [f"trial {trial}: {n}" for n in "0123" if n not in finished_seeds]
     figures.write(
         "fleet-killed",
         [
-            figures.none_of(KILLS, "killed and resumed: a run completed twice", twice),
+            figures.none_of(KILLS, "killed and resumed: a run completed twice", repeats),
             figures.none_of(KILLS, "killed and resumed: a run never completed", missing),
             figures.none_of(KILLS, "killed and resumed: something else", untrue),
         ],
@@ -187,17 +189,17 @@ jobs:
 
 
 def _in_start_up(place: FleetPlace, launcher: subprocess.Popen[str]) -> None:  # noqa: ARG001
-    place.wait("phases", lambda each: phase_of(each, "server") in ("starting", "running"))
+    place.wait("phases", lambda status: phase_of(status, "server") in ("starting", "running"))
 
 
 def _in_training(place: FleetPlace, launcher: subprocess.Popen[str]) -> None:  # noqa: ARG001
-    place.wait("phases", lambda each: phase_of(each, "job") == "running")
+    place.wait("phases", lambda status: phase_of(status, "job") == "running")
 
 
 def _in_shutdown(place: FleetPlace, launcher: subprocess.Popen[str]) -> None:
     _in_training(place, launcher)
     launcher.send_signal(signal.SIGINT)
-    place.wait("phases", lambda each: phase_of(each, "job") in ("stopping", "exited"))
+    place.wait("phases", lambda status: phase_of(status, "job") in ("stopping", "exited"))
 
 
 @pytest.mark.torture
@@ -217,19 +219,19 @@ def test_a_launcher_killed_in_start_up_training_or_shutdown(tmp_path: Path) -> N
             time.sleep(rng.uniform(0.0, 0.3))
             launcher.kill()
             launcher.communicate()
-            killed = time.monotonic()
-            while place.living_pids() and time.monotonic() < killed + 30:
+            kill_s = time.monotonic()
+            while place.living_pids() and time.monotonic() < kill_s + 30:
                 time.sleep(0.05)
-            late.append(time.monotonic() - killed)
-            _, shown = place.run("status", "phases")
-            over = when is _in_shutdown and "phases: stopped" in shown  # it was quicker
-            alive = any(word in shown for word in ("running", "healthy"))
-            if alive or not ("launcher died" in shown or over):
-                wrong.append(f"{folder.name}: status is {shown}")
+            late.append(time.monotonic() - kill_s)
+            _, status = place.run("status", "phases")
+            over = when is _in_shutdown and "phases: stopped" in status  # it was quicker
+            alive = any(word in status for word in ("running", "healthy"))
+            if alive or not ("launcher died" in status or over):
+                wrong.append(f"{folder.name}: status is {status}")
             code, output = place.run("resume", "phases")
-            done = sorted((folder / "done").read_text().split())
-            if code != 0 or done != ["0", "1"] or place.living_pids():
-                wrong.append(f"{folder.name}: code {code}, done {done}: {output}")
+            finished_seeds = sorted((folder / "done").read_text().split())
+            if code != 0 or finished_seeds != ["0", "1"] or place.living_pids():
+                wrong.append(f"{folder.name}: code {code}, done {finished_seeds}: {output}")
     count = 3 * KILLS_IN_PHASE
     figures.write(
         "fleet-phases",
@@ -240,43 +242,43 @@ def test_a_launcher_killed_in_start_up_training_or_shutdown(tmp_path: Path) -> N
     )
 
 
-def _acquire_often(folder: str, seed: int, count: int, found: multiprocessing.Queue[int]) -> None:
+def _acquire_often(folder: str, seed: int, count: int, counts: multiprocessing.Queue[int]) -> None:
     """Hold random GPUs; a file per GPU that exists already means that somebody else holds it."""
     rng, double = random.Random(seed), 0
     for _ in range(count):
         try:
-            held = lock_gpus(GPUS, rng.randint(1, 4), (rng.randrange(8),), "test")
+            locks = lock_gpus(GPUS, rng.randint(1, 4), (rng.randrange(8),), "test")
         except Taken:
             continue
-        for gpu, _ in held:
+        for gpu, _ in locks:
             try:
                 os.close(os.open(f"{folder}/{gpu.key}", os.O_CREAT | os.O_EXCL))
             except FileExistsError:
                 double += 1
         time.sleep(0.0005)
-        for gpu, lock in held:
+        for gpu, lock in locks:
             Path(folder, gpu.key).unlink()
             lock.close()
-    found.put(double)
+    counts.put(double)
 
 
 def test_two_launchers_never_hold_one_gpu_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(LOCKS_VARIABLE, str(tmp_path / "locks"))
-    found: multiprocessing.Queue[int] = multiprocessing.Queue()
+    counts: multiprocessing.Queue[int] = multiprocessing.Queue()
     claims = tmp_path / "claims"
     claims.mkdir()
-    each = [
+    processes = [
         multiprocessing.Process(
-            target=_acquire_often, args=(str(claims), seed, ACQUISITIONS // 2, found)
+            target=_acquire_often, args=(str(claims), seed, ACQUISITIONS // 2, counts)
         )
         for seed in (1, 2)
     ]
-    for process in each:
+    for process in processes:
         process.start()
-    double = sum(found.get(timeout=600) for _ in each)
-    for process in each:
+    double = sum(counts.get(timeout=600) for _ in processes)
+    for process in processes:
         process.join()
     figures.write(
         "fleet-gpus",

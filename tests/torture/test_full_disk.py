@@ -20,7 +20,7 @@ SIZE_BYTES = 4 * savers.ROWS * sum(savers.COMPONENTS.values())
 def test_a_full_disk_leaves_nothing_and_stops_nothing(forks: Forks, tmp_path: Path) -> None:
     """On a real small disk where one may be mounted, else with a limit on the size of files."""
     chance = random.Random(0)
-    wrong, kind, refused = [], "tmpfs", ""
+    wrong, kind, refusal = [], "tmpfs", ""
     for number in range(TRIES):
         root = tmp_path / str(number)
         root.mkdir()
@@ -28,11 +28,11 @@ def test_a_full_disk_leaves_nothing_and_stops_nothing(forks: Forks, tmp_path: Pa
         room = chance.choice((0, 1, chance.randrange(largest), largest - 1))
         facts = save_in(forks, root, room, kind)
         if "refused" in facts:
-            refused, kind = str(facts["refused"]), "limit"
+            refusal, kind = str(facts["refused"]), "limit"
             facts = save_in(forks, root, room, kind)
         if not as_it_must_be(facts, root):
             wrong.append(f"{room} bytes of room: {facts}")
-    how = "a tmpfs" if kind == "tmpfs" else f"a limit on files (tmpfs: {refused})"
+    how = "a tmpfs" if kind == "tmpfs" else f"a limit on files (tmpfs: {refusal})"
     figures.write(
         "full-disk",
         [
@@ -54,11 +54,13 @@ def save_in(forks: Forks, root: Path, room: int, kind: str) -> dict[str, object]
 
 
 def as_it_must_be(facts: dict[str, object], root: Path) -> bool:
-    told = str(facts["told"])
-    clear = str(root / "checkpoints") in told and ("No space" in told or "too large" in told)
+    message = str(facts["told"])
+    clear = str(root / "checkpoints") in message and (
+        "No space" in message or "too large" in message
+    )
     same = facts["before"] == facts["after"] == ["latest", "step-10"]
-    then = facts["then"] == "step-12" and not facts["left_over"] and not facts["skipped"]
-    return clear and same and facts["found"] == "step-10" and then
+    goes_on = facts["then"] == "step-12" and not facts["left_over"] and not facts["skipped"]
+    return clear and same and facts["found"] == "step-10" and goes_on
 
 
 RANKS = (1, 2)[: figures.times(1, 2)]
@@ -82,8 +84,8 @@ def test_a_run_whose_disk_stays_full_ends_and_every_rank_names_the_cause(
     assert [event["step"] for event in events(run_dir, "checkpoint")] == [5]
     names = {path.name for path in (run_dir / "checkpoints").iterdir()}
     assert names <= {"latest", "best", "line", "step-5"}
-    again = place.resume(run_dir, ranks=ranks)
-    assert set(codes(again)) == {0}, output_of(again)
+    resumed_children = place.resume(run_dir, ranks=ranks)
+    assert set(codes(resumed_children)) == {0}, output_of(resumed_children)
 
 
 @pytest.mark.torture
@@ -151,10 +153,10 @@ def test_a_record_that_cannot_be_written_for_long_stops_the_run_saved(
     assert set(codes(children)) == {4}, output_of(children)
     assert "cannot write" in children[0].output()
     assert f"instar resume {run_dir}" in children[0].output()
-    (saved,) = (run_dir / "checkpoints").glob("step-*")
-    assert 8 <= int(saved.name.removeprefix("step-")) <= 10
-    again = place.resume(run_dir, ranks=ranks)
-    assert set(codes(again)) == {0}, output_of(again)
+    (checkpoint,) = (run_dir / "checkpoints").glob("step-*")
+    assert 8 <= int(checkpoint.name.removeprefix("step-")) <= 10
+    resumed_children = place.resume(run_dir, ranks=ranks)
+    assert set(codes(resumed_children)) == {0}, output_of(resumed_children)
     assert events(run_dir)[-1]["kind"] == "run_finished"
 
 

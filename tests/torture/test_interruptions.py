@@ -20,19 +20,19 @@ ENDS = f"train.until=[{STEPS}it]"
 def test_interrupted_runs_end_bit_for_bit_as_the_undisturbed_one(place: Place) -> None:
     """What a terminal does at Ctrl-C, with two ranks in every second run."""
     chance = random.Random(0)
-    undisturbed: dict[int, dict[str, bytes]] = {}
+    expected: dict[int, dict[str, bytes]] = {}
     interruptions, different = 0, []
     for number in range(RUNS):
         size = 2 - number % 2
-        if size not in undisturbed:
-            whole = place.path / f"whole-{size}"
-            assert set(codes(place.train(whole, ENDS, ranks=size))) == {0}
-            undisturbed[size] = weights(whole, STEPS)
-            assert "model.safetensors" in undisturbed[size]
+        if size not in expected:
+            full_run = place.path / f"whole-{size}"
+            assert set(codes(place.train(full_run, ENDS, ranks=size))) == {0}
+            expected[size] = weights(full_run, STEPS)
+            assert "model.safetensors" in expected[size]
         run_dir = place.path / f"parts-{number}"
         times, problem = interrupt_to_the_end(place, run_dir, size, chance)
         interruptions += times
-        if problem or weights(run_dir, STEPS) != undisturbed[size]:
+        if problem or weights(run_dir, STEPS) != expected[size]:
             different.append(f"{run_dir.name}, W={size}: {problem}")
         shutil.rmtree(run_dir)
     assert interruptions >= RUNS
@@ -44,17 +44,17 @@ def interrupt_to_the_end(
     place: Place, run_dir: Path, size: int, chance: random.Random
 ) -> tuple[int, str]:
     """Stop a run and go on until it is at its end; how often, and what went wrong."""
-    ranks, reached, times = place.train(run_dir, ENDS, ranks=size), 0, 0
+    ranks, last_step, times = place.train(run_dir, ENDS, ranks=size), 0, 0
     while True:
-        stop_at = reached + chance.randint(1, STEPS // 2)
+        stop_at = last_step + chance.randint(1, STEPS // 2)
         if stop_at >= STEPS - 2:
-            ended = codes(ranks)
-            return times, "" if set(ended) == {0} else f"{ended}\n{output_of(ranks)}"
+            exit_codes = codes(ranks)
+            return times, "" if set(exit_codes) == {0} else f"{exit_codes}\n{output_of(ranks)}"
         ranks[0].wait_for(rf"^ *{stop_at} .*loss")
         for rank in ranks:
             rank.signal(signal.SIGINT, group=True)
-        if set(ended := codes(ranks)) != {75}:
-            return times, f"interrupted after step {stop_at}: {ended}\n{output_of(ranks)}"
+        if set(exit_codes := codes(ranks)) != {75}:
+            return times, f"interrupted after step {stop_at}: {exit_codes}\n{output_of(ranks)}"
         times += 1
-        reached = events(run_dir, "stop")[-1]["step"]
+        last_step = events(run_dir, "stop")[-1]["step"]
         ranks = place.resume(run_dir, ranks=size)

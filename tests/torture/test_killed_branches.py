@@ -51,15 +51,15 @@ def test_every_member_of_a_killed_family_is_complete_once_and_as_without_kills(
     place: Place,
 ) -> None:
     chance = random.Random(0)
-    undisturbed: dict[int, Weights] = {}
+    expected: dict[int, Weights] = {}
     kills, families, different, not_once = 0, 0, list[str](), list[str]()
     while kills < KILLS:
         number, families = families % len(WAYS), families + 1
         way = WAYS[number]
-        if number not in undisturbed:
+        if number not in expected:
             ranks = start(place, place.path / "whole", way)
             assert set(codes(ranks)) == {0}, output_of(ranks)
-            undisturbed[number] = members(place.path / "whole")
+            expected[number] = members(place.path / "whole")
             remove(place.path / "whole")
         run_dir = place.path / f"parts-{families}"
         ranks = start(place, run_dir, way)
@@ -70,9 +70,9 @@ def test_every_member_of_a_killed_family_is_complete_once_and_as_without_kills(
             else:
                 remove(run_dir)
                 ranks = start(place, run_dir, way)
-        ended = codes(ranks)
-        if set(ended) != {0} or members(run_dir) != undisturbed[number]:
-            different.append(f"{run_dir.name}, {way[0]} ranks: {ended}\n{output_of(ranks)}")
+        exit_codes = codes(ranks)
+        if set(exit_codes) != {0} or members(run_dir) != expected[number]:
+            different.append(f"{run_dir.name}, {way[0]} ranks: {exit_codes}\n{output_of(ranks)}")
         not_once += [f"{run_dir.name}: {what}" for what in not_complete_once(run_dir)]
         remove(run_dir)
     figures.write(
@@ -117,12 +117,12 @@ def branch(trunk: Path, name: str) -> Path:
 def not_complete_once(trunk: Path) -> list[str]:
     """What is wrong with the folders and the records of a family."""
     expected = {trunk, *(branch(trunk, name) for name in BRANCHES)}
-    found = {path for path in trunk.parent.iterdir() if trunk.name in path.name}
-    wrong = [f"{path.name} is left or missing" for path in sorted(found ^ expected)]
-    for run in expected & found - {trunk}:
-        begun, ended = len(events(run, "branched")), len(events(run, "run_finished"))
-        if (begun, ended) != (1, 1):
-            wrong.append(f"{run.name} began {begun} times and ended {ended} times")
+    actual = {path for path in trunk.parent.iterdir() if trunk.name in path.name}
+    wrong = [f"{path.name} is left or missing" for path in sorted(actual ^ expected)]
+    for run in expected & actual - {trunk}:
+        starts, ends = len(events(run, "branched")), len(events(run, "run_finished"))
+        if (starts, ends) != (1, 1):
+            wrong.append(f"{run.name} began {starts} times and ended {ends} times")
     return wrong
 
 

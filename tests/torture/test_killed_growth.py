@@ -52,12 +52,12 @@ def test_a_run_killed_while_it_changes_ends_bit_for_bit_as_the_undisturbed_one(
     place: Place,
 ) -> None:
     chance = random.Random(0)
-    undisturbed: dict[Way, dict[str, bytes]] = {}
+    expected: dict[Way, dict[str, bytes]] = {}
     kills, different, not_once = 0, [], []
     for number in range(RUNS):
         way = (1 if number % 2 else 2), SETTINGS
-        if way not in undisturbed:
-            undisturbed[way] = weights_of_undisturbed(place, way)
+        if way not in expected:
+            expected[way] = weights_of_undisturbed(place, way)
         run_dir = place.path / f"parts-{number}"
         ranks = start(place, run_dir, way)
         # the line of a step is there just before what changes after it
@@ -68,13 +68,13 @@ def test_a_run_killed_while_it_changes_ends_bit_for_bit_as_the_undisturbed_one(
             victim.signal(signal.SIGKILL)
         kills += int(-signal.SIGKILL in [rank.finish(ALONE_S) for rank in ranks])
         ranks = go_on(place, run_dir, way)
-        ended = codes(ranks)
-        if set(ended) != {0} or weights(run_dir) != undisturbed[way]:
+        exit_codes = codes(ranks)
+        if set(exit_codes) != {0} or weights(run_dir) != expected[way]:
             different.append(
-                f"{run_dir.name}, W={way[0]}, step {step}: {ended}\n{output_of(ranks)}"
+                f"{run_dir.name}, W={way[0]}, step {step}: {exit_codes}\n{output_of(ranks)}"
             )
-        elif (made := changes_of(place, run_dir.name)) != [c["name"] for c in SCHEDULE]:
-            not_once.append(f"{run_dir.name}: {made}")
+        elif (changes := changes_of(place, run_dir.name)) != [c["name"] for c in SCHEDULE]:
+            not_once.append(f"{run_dir.name}: {changes}")
         shutil.rmtree(run_dir)
     assert kills >= (RUNS + 1) // 2
     figures.write(

@@ -45,29 +45,29 @@ def test_killed_runs_end_bit_for_bit_as_the_undisturbed_one(place: Place) -> Non
     """Every fourth has two ranks, of which one is killed or all, and half of these share a model, and a quarter
     train apart; every third is killed twice."""
     chance = random.Random(0)
-    undisturbed: dict[Way, dict[str, bytes]] = {}
-    kills, different, lost = 0, [], []
+    expected: dict[Way, dict[str, bytes]] = {}
+    kills, different, losses = 0, [], []
     for number in range(RUNS):
         size, strategy = 2 if number % 4 == 1 else 1, STRATEGIES[number % len(STRATEGIES)]
-        together = SHARDED if number % 8 == 1 else APART if number % 16 == 5 else ()
-        way = size, (*SETTINGS, *strategy, *together)
-        if way not in undisturbed:
-            undisturbed[way] = weights_of_undisturbed(place, way)
+        rank_settings = SHARDED if number % 8 == 1 else APART if number % 16 == 5 else ()
+        way = size, (*SETTINGS, *strategy, *rank_settings)
+        if way not in expected:
+            expected[way] = weights_of_undisturbed(place, way)
         run_dir = place.path / f"parts-{number}"
         ranks = start(place, run_dir, way)
         for _ in range(2 if number % 3 == 2 else 1):
             kills += kill_at_random(ranks, chance)
             ranks = go_on(place, run_dir, way)
-        ended = codes(ranks)
-        if set(ended) != {0} or weights(run_dir) != undisturbed[way]:
-            different.append(f"{run_dir.name}, W={size}: {ended}\n{output_of(ranks)}")
-        lost += [f"{run_dir.name}: {what}" for what in lost_saves(run_dir)]
+        exit_codes = codes(ranks)
+        if set(exit_codes) != {0} or weights(run_dir) != expected[way]:
+            different.append(f"{run_dir.name}, W={size}: {exit_codes}\n{output_of(ranks)}")
+        losses += [f"{run_dir.name}: {what}" for what in lost_saves(run_dir)]
         shutil.rmtree(run_dir)
     assert kills >= RUNS // 2
     figures.write(
         "killed-runs",
         [
-            figures.none_of(kills, "SIGKILL of a rank or all: an acknowledged save lost", lost),
+            figures.none_of(kills, "SIGKILL of a rank or all: an acknowledged save lost", losses),
             figures.none_of(
                 RUNS, "runs killed and resumed: other weights than the undisturbed", different
             ),
@@ -83,16 +83,16 @@ def kill_at_random(ranks: Sequence[Child], chance: random.Random) -> int:
     victims = ranks if chance.random() < 0.5 else [chance.choice(ranks)]
     for victim in victims:
         victim.signal(signal.SIGKILL)
-    ended = [rank.finish(ALONE_S) for rank in ranks]
-    return int(-signal.SIGKILL in ended)
+    exit_codes = [rank.finish(ALONE_S) for rank in ranks]
+    return int(-signal.SIGKILL in exit_codes)
 
 
 def lost_saves(run_dir: Path) -> list[str]:
     """Segments that began before a save that had been acknowledged."""
-    lost, saved = [], 0
+    problems, last_save = [], 0
     for event in events(run_dir):
         if event["kind"] == "checkpoint":
-            saved = event["step"]
-        elif event["kind"] == "run_started" and event["step"] < saved:
-            lost.append(f"from step {event['step']}, though {saved} was saved")
-    return lost
+            last_save = event["step"]
+        elif event["kind"] == "run_started" and event["step"] < last_save:
+            problems.append(f"from step {event['step']}, though {last_save} was saved")
+    return problems

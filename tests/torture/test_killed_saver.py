@@ -39,44 +39,46 @@ def test_sigkill_in_a_save_loses_nothing_and_publishes_nothing_broken(
     forks: Forks, tmp_path: Path, ranks: int
 ) -> None:
     kills, body = KILLS[ranks], BODIES[ranks]
-    root, told = tmp_path / "run", tmp_path / "acknowledged"
+    root, log_path = tmp_path / "run", tmp_path / "acknowledged"
     root.mkdir()
-    begun = time.perf_counter()
+    start_s = time.perf_counter()
     savers.save(root, 1)
-    save_s = ranks * (time.perf_counter() - begun)
-    told.write_text("1\n")
+    save_s = ranks * (time.perf_counter() - start_s)
+    log_path.write_text("1\n")
     chance = random.Random(0)
     phases: Counter[str] = Counter()
-    lost, broken, kept, unnamed = list[int](), list[str](), list[str](), list[str]()
+    losses, broken, leftovers, not_named = list[int](), list[str](), list[str](), list[str]()
     for _ in range(kills):
-        left_over = unpublished(root)
+        left_over = hidden_names(root)
         before = newest(root)
         saving = children_as_ranks(
-            forks, ranks, body, str(root), before + 1, str(told), place=tmp_path
+            forks, ranks, body, str(root), before + 1, str(log_path), place=tmp_path
         )
-        unnamed += kill_at_random(saving, told, before, save_s, chance)
-        acknowledged = last_acknowledged(told)
-        phases[phase(root, acknowledged)] += 1
+        not_named += kill_at_random(saving, log_path, before, save_s, chance)
+        acknowledged_step = last_acknowledged(log_path)
+        phases[phase(root, acknowledged_step)] += 1
         broken += faults(root)
         if (
-            newest(root) < acknowledged
-            or load_checkpoint(latest_checkpoint(root)).manifest.step < acknowledged
+            newest(root) < acknowledged_step
+            or load_checkpoint(latest_checkpoint(root)).manifest.step < acknowledged_step
         ):
-            lost.append(acknowledged)
+            losses.append(acknowledged_step)
         if newest(root) > before:
-            kept += left_over & unpublished(root)
+            leftovers += left_over & hidden_names(root)
         forget_all_but_two(root)
     savers.save(root, newest(root) + 1)
-    kept += unpublished(root)
+    leftovers += hidden_names(root)
     what = "SIGKILL mid-save" if ranks == 1 else f"SIGKILL of one of {ranks} ranks mid-save"
-    others = figures.none_of(kills, f"{what}: others that did not end, or not name it", unnamed)
+    figures_of_others = figures.none_of(
+        kills, f"{what}: others that did not end, or not name it", not_named
+    )
     figures.write(
         "killed-saver" if ranks == 1 else "killed-sharded-saver",
         [
-            figures.none_of(kills, f"{what}: acknowledged saves lost", lost),
+            figures.none_of(kills, f"{what}: acknowledged saves lost", losses),
             figures.none_of(kills, f"{what}: invalid checkpoints visible", broken),
-            figures.none_of(kills, f"{what}: leftovers the next save kept", kept),
-            *([others] if ranks > 1 else []),
+            figures.none_of(kills, f"{what}: leftovers the next save kept", leftovers),
+            *([figures_of_others] if ranks > 1 else []),
             *(figures.count(f"kills found {name}", phases[name]) for name in PHASES),
         ],
     )
@@ -85,59 +87,63 @@ def test_sigkill_in_a_save_loses_nothing_and_publishes_nothing_broken(
 
 
 def kill_at_random(
-    saving: Sequence[Child], told: Path, before: int, save_s: float, chance: random.Random
+    saving: Sequence[Child], log_path: Path, before: int, save_s: float, chance: random.Random
 ) -> list[str]:
     """After none to three saves of theirs, and some part of the time that one takes; what others say that do
     not end with an error that names the killed rank."""
     after = before + chance.choice((0, 0, 1, 3)) + (len(saving) > 1)  # once ranks have met
     victim = chance.choice(saving)
-    victim.wait_until(lambda: last_acknowledged(told) >= after)
+    victim.wait_until(lambda: last_acknowledged(log_path) >= after)
     assert not victim.ended_within(chance.uniform(0.0, 1.5 * save_s)), victim.output()
     victim.signal(signal.SIGKILL)
     assert victim.finish() == -signal.SIGKILL
-    named = f"rank {saving.index(victim)}"
-    others = [other for other in saving if other is not victim]
-    codes = [other.finish(savers.SAVE_LIMIT_S + 10.0) for other in others]
-    said = [other.output() for other in others]
-    return [text for code, text in zip(codes, said, strict=True) if code == 0 or named not in text]
+    victim_name = f"rank {saving.index(victim)}"
+    survivors = [other for other in saving if other is not victim]
+    codes = [other.finish(savers.SAVE_LIMIT_S + 10.0) for other in survivors]
+    outputs = [other.output() for other in survivors]
+    return [
+        text
+        for code, text in zip(codes, outputs, strict=True)
+        if code == 0 or victim_name not in text
+    ]
 
 
-def last_acknowledged(told: Path) -> int:
+def last_acknowledged(log_path: Path) -> int:
     """The last whole line: the end of a line came after `publish` had returned."""
-    return int(told.read_text().split("\n")[-2])
+    return int(log_path.read_text().split("\n")[-2])
 
 
 def newest(root: Path) -> int:
-    found, skipped = latest_intact(root)
-    assert skipped == []
-    return found.manifest.step
+    checkpoint, errors = latest_intact(root)
+    assert errors == []
+    return checkpoint.manifest.step
 
 
-def unpublished(root: Path) -> set[str]:
+def hidden_names(root: Path) -> set[str]:
     return {path.name for path in (root / "checkpoints").glob(".*")}
 
 
 def faults(root: Path) -> list[str]:
     """What is wrong with anything that a reader can see."""
-    found = []
+    problems = []
     for path in [*list_checkpoints(root), latest_checkpoint(root)]:
         try:
             if not savers.holds(load_checkpoint(path)):
-                found.append(f"{path.name} does not hold what was saved")
+                problems.append(f"{path.name} does not hold what was saved")
         except CheckpointError as error:
-            found.append(str(error))
-    visible = {path.name for path in list_checkpoints(root)} | {"latest"} | unpublished(root)
-    return found + sorted({path.name for path in (root / "checkpoints").iterdir()} - visible)
+            problems.append(str(error))
+    visible = {path.name for path in list_checkpoints(root)} | {"latest"} | hidden_names(root)
+    return problems + sorted({path.name for path in (root / "checkpoints").iterdir()} - visible)
 
 
-def phase(root: Path, acknowledged: int) -> str:
+def phase(root: Path, acknowledged_step: int) -> str:
     """How far the save had come that the kill ended."""
     folder = root / "checkpoints"
     top = max(load_checkpoint(path, check=False).manifest.step for path in list_checkpoints(root))
-    named = (folder / "latest").read_text().strip()
-    if named != f"step-{top}":
+    pointer = (folder / "latest").read_text().strip()
+    if pointer != f"step-{top}":
         return "renamed, latest is the one before"
-    if top > acknowledged:
+    if top > acknowledged_step:
         return "published, not acknowledged"
     asides = [path for path in folder.glob(".tmp-*") if path.is_dir()]
     if not asides:

@@ -32,9 +32,9 @@ TIMES = {
 WHO = ((1, (0,)), (2, (0,)), (2, (1,)), (2, (0, 1)))
 """the number of ranks, and those that are struck"""
 WAYS = [
-    (moment, *who)
-    for moment, who in itertools.product(MOMENTS, WHO)
-    if 0 in who[1] or moment not in OF_RANK_0
+    (moment, *group)
+    for moment, group in itertools.product(MOMENTS, WHO)
+    if 0 in group[1] or moment not in OF_RANK_0
 ]
 ROUNDS = figures.times(1, 10)
 CHOSEN = WAYS if figures.FULL else WAYS[::3]
@@ -53,9 +53,9 @@ def begin(place: Place, run_dir: Path, size: int, *strike: object) -> list[Child
     return children_as_ranks(place.forks, size, body, argv, *strike, place=place.path)
 
 
-def go_on(place: Place, run_dir: Path, size: int, *, again: bool) -> list[Child]:
+def go_on(place: Place, run_dir: Path, size: int, *, afresh: bool) -> list[Child]:
     """Resume; or start again what is to go on by itself."""
-    if again or not (run_dir / "checkpoints" / "latest").exists():
+    if afresh or not (run_dir / "checkpoints" / "latest").exists():
         return place.train(run_dir, SETTINGS, "resume=auto", ranks=size)
     return place.resume(run_dir, ranks=size)
 
@@ -85,7 +85,7 @@ def _weights(run_dir: Path, checkpoint: str) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(
+def expected_end(
     forks: Forks, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[int], dict[str, Any]]:
     """The end of a run of so many ranks that nothing happens to."""
@@ -96,10 +96,10 @@ def undisturbed(
         run_dir = place.path / f"whole-{size}"
         ranks = begin(place, run_dir, size)
         assert set(codes(ranks)) == {0}, output_of(ranks)
-        found = end(run_dir)
-        assert found["stop"][0] < 60
-        assert found["best"][0] < found["stop"][0]
-        return found
+        outcome = end(run_dir)
+        assert outcome["stop"][0] < 60
+        assert outcome["best"][0] < outcome["stop"][0]
+        return outcome
 
     return train
 
@@ -107,40 +107,40 @@ def undisturbed(
 @pytest.mark.torture
 @pytest.mark.timeout(7200)
 def test_a_run_killed_around_its_end_comes_to_the_same_end(
-    place: Place, undisturbed: Callable[[int], dict[str, Any]]
+    place: Place, expected_end: Callable[[int], dict[str, Any]]
 ) -> None:
     chance = random.Random(0)
-    tried = [way for _ in range(ROUNDS) for way in CHOSEN]
-    different, spared = [], []
-    for number, (moment, size, victims) in enumerate(tried):
+    trials = [way for _ in range(ROUNDS) for way in CHOSEN]
+    different, survivals = [], []
+    for number, (moment, size, victims) in enumerate(trials):
         run_dir = place.path / f"parts-{number}"
         # the first time, at the last moment possible
-        most = TIMES.get(moment, 1) if 0 in victims or "save" not in moment else 1
-        at = most if number < len(CHOSEN) else chance.randint(1, most)
+        last_time = TIMES.get(moment, 1) if 0 in victims or "save" not in moment else 1
+        at = last_time if number < len(CHOSEN) else chance.randint(1, last_time)
         what = f"{number}: {moment} {at}, ranks {victims} of {size}"
         ranks = begin(place, run_dir, size, moment, at, victims, signal.SIGKILL)
-        struck = ranks[victims[0]].finish(LIMIT_S)
+        exit_code = ranks[victims[0]].finish(LIMIT_S)
         if len(victims) == size:
             for rank in ranks:
                 rank.signal(signal.SIGKILL)
         for rank in ranks:
             rank.finish(ALONE_S)
-        if struck != -signal.SIGKILL:
-            spared.append(f"{what}: {struck}\n{output_of(ranks)}")
-        ranks = go_on(place, run_dir, size, again=number % 3 == 0)
+        if exit_code != -signal.SIGKILL:
+            survivals.append(f"{what}: {exit_code}\n{output_of(ranks)}")
+        ranks = go_on(place, run_dir, size, afresh=number % 3 == 0)
         if set(codes(ranks)) != {0}:
             different.append(f"{what}: {output_of(ranks)}")
         else:
-            found = end(run_dir)
-            wanted = undisturbed(size)
-            other = [name for name, value in wanted.items() if found[name] != value]
+            actual = end(run_dir)
+            expected = expected_end(size)
+            other = [name for name, value in expected.items() if actual[name] != value]
             different += [f"{what}: another {name}" for name in other]
         shutil.rmtree(run_dir)
     figures.write(
         "killed-science",
         [
-            figures.none_of(len(tried), "SIGKILL around the end: it never came", spared),
-            figures.none_of(len(tried), "SIGKILL around the end, then on: another end", different),
+            figures.none_of(len(trials), "SIGKILL around the end: it never came", survivals),
+            figures.none_of(len(trials), "SIGKILL around the end, then on: another end", different),
         ],
     )
 
@@ -156,28 +156,28 @@ def test_a_run_that_ended_at_a_loss_and_died_in_its_test_is_still_at_its_end(
     ranks = children_as_ranks(place.forks, 1, "science:struck", argv, *strike, place=place.path)
     assert codes(ranks) == [-signal.SIGKILL]
     rows = evaluations(run_dir)
-    again = place.resume(run_dir)
-    assert codes(again) == [0], output_of(again)
+    resumed_children = place.resume(run_dir)
+    assert codes(resumed_children) == [0], output_of(resumed_children)
     assert evaluations(run_dir) == rows
     (stop,) = events(run_dir, "stop")
     assert (stop["step"], stop["reason"]) == (rows[-1][0], "reached loss<0.535")
     assert result(run_dir)["step"] == stop["step"]
 
 
-@pytest.mark.parametrize(("size", "told"), [(1, (0,)), (2, (1,))])
+@pytest.mark.parametrize(("size", "victims"), [(1, (0,)), (2, (1,))])
 def test_sigterm_in_the_test_ends_it_and_it_is_made_again(
     place: Place,
-    undisturbed: Callable[[int], dict[str, Any]],
+    expected_end: Callable[[int], dict[str, Any]],
     size: int,
-    told: tuple[int, ...],
+    victims: tuple[int, ...],
 ) -> None:
     run_dir = place.path / "parts"
     moment = "a micro-batch of the test"
-    ranks = begin(place, run_dir, size, moment, 2, told, signal.SIGTERM)
+    ranks = begin(place, run_dir, size, moment, 2, victims, signal.SIGTERM)
     assert codes(ranks) == [75] * size, output_of(ranks)
     assert "resume with: instar resume" in ranks[0].output()
     assert events(run_dir, "stop")[-1]["resumable"]
     assert not (run_dir / "test" / "result.json").exists()
-    again = place.resume(run_dir, ranks=size)
-    assert set(codes(again)) == {0}, output_of(again)
-    assert end(run_dir) == undisturbed(size)
+    resumed_children = place.resume(run_dir, ranks=size)
+    assert set(codes(resumed_children)) == {0}, output_of(resumed_children)
+    assert end(run_dir) == expected_end(size)

@@ -107,30 +107,32 @@ class Sent:
 @pytest.mark.timeout(7200)
 def test_what_is_asked_for_is_carried_out_once_as_if_the_schedule_had_said_it(place: Place) -> None:
     chance = random.Random(0)
-    asked, runs, kills = 0, 0, 0
+    n_requests, runs, kills = 0, 0, 0
     outcomes, wrong, different = Counter[str](), list[str](), list[str]()
-    while asked < ASKED or runs < len(WAYS):
-        run_dir, scheduled = place.path / f"live-{runs}", place.path / f"scheduled-{runs}"
-        sent, killed, ranks = live_run(place, run_dir, runs, chance)
-        if set(ended := codes(ranks)) != {0}:
-            wrong.append(f"{run_dir.name}: {ended}\n{output_of(ranks)}")
+    while n_requests < ASKED or runs < len(WAYS):
+        run_dir, schedule_run = place.path / f"live-{runs}", place.path / f"scheduled-{runs}"
+        requests, run_kills, ranks = live_run(place, run_dir, runs, chance)
+        if set(exit_codes := codes(ranks)) != {0}:
+            wrong.append(f"{run_dir.name}: {exit_codes}\n{output_of(ranks)}")
         else:
             checkpoint = load_checkpoint(run_dir / "checkpoints" / f"step-{STEPS}")
-            wrong += [f"{run_dir.name}: {what}" for what in not_once(run_dir, checkpoint, sent)]
-            outcomes += outcomes_of(checkpoint, sent)
+            wrong += [f"{run_dir.name}: {what}" for what in not_once(run_dir, checkpoint, requests)]
+            outcomes += outcomes_of(checkpoint, requests)
             entries = f"schedule={json.dumps(schedule_of(checkpoint))}"
-            (rank,) = place.train(scheduled, *SETTINGS, entries)
+            (rank,) = place.train(schedule_run, *SETTINGS, entries)
             assert rank.finish() == 0, rank.output()
-            if fingerprint(run_dir, STEPS) != fingerprint(scheduled, STEPS):
+            if fingerprint(run_dir, STEPS) != fingerprint(schedule_run, STEPS):
                 different.append(f"{run_dir.name}, {WAYS[runs % len(WAYS)]}: {entries}")
-            shutil.rmtree(scheduled)
-        asked, runs, kills = asked + len(sent), runs + 1, kills + killed
+            shutil.rmtree(schedule_run)
+        n_requests, runs, kills = n_requests + len(requests), runs + 1, kills + run_kills
         shutil.rmtree(run_dir)
-    assert outcomes["carried out"] >= asked // 3
+    assert outcomes["carried out"] >= n_requests // 3
     figures.write(
         "live-operations",
         [
-            figures.none_of(asked, "asked for: not once, nor refused by name, nor waiting", wrong),
+            figures.none_of(
+                n_requests, "asked for: not once, nor refused by name, nor waiting", wrong
+            ),
             figures.none_of(runs, "runs that were asked: another than the scheduled", different),
             figures.count("SIGKILL of a rank, all or the launcher in them", kills),
             *(figures.count(f"of them {name}", outcomes[name]) for name in sorted(outcomes)),
@@ -150,15 +152,15 @@ def live_run(
     words = ("train", "run.yaml", *where, *sets, *launcher)
     ranks = place.instar(*words, ranks=1 if is_launched else size)
     ranks[0].wait_until(lambda: acknowledged_step(run_dir))
-    sent, kills = list[Sent](), 0
+    requests, kills = list[Sent](), 0
     for deaths_left in range(chance.choice((1, 1, 2)), -1, -1):
         for _ in range(chance.randint(2, 3)):
-            sent += ask(ranks[0], run_dir, sent, chance)
+            requests += ask(ranks[0], run_dir, requests, chance)
         if deaths_left:
             kills += kill(ranks, chance, limit_s=ALONE_S)
-            sent = [replace(one, is_disturbed=True) for one in sent]
+            requests = [replace(request, is_disturbed=True) for request in requests]
             ranks = resume(place, run_dir, size)
-    return sent, kills, ranks
+    return requests, kills, ranks
 
 
 def ask(rank: Child, run_dir: Path, earlier: Sequence[Sent], chance: random.Random) -> list[Sent]:
@@ -171,7 +173,7 @@ def ask(rank: Child, run_dir: Path, earlier: Sequence[Sent], chance: random.Rand
     with ThreadPoolExecutor(len(contents)) as people:
         posts = list(people.map(lambda content: post(run_dir, content), contents))
     step = step_of(rank)
-    return [Sent(*both, step) for both in zip(posts, contents, strict=True)]
+    return [Sent(*pair, step) for pair in zip(posts, contents, strict=True)]
 
 
 def content_of(step: int, earlier: Sequence[Sent], chance: random.Random) -> Content:
@@ -179,7 +181,7 @@ def content_of(step: int, earlier: Sequence[Sent], chance: random.Random) -> Con
     if kind < 0.12:
         return chance.choice(WRONG)
     if kind < 0.25:
-        waiting = [sent.post.id for sent in earlier if sent.waits]
+        waiting = [request.post.id for request in earlier if request.waits]
         return {"id": chance.choice(waiting)} if waiting else {"entry": chance.randint(0, 1)}
     content = chance.choice(GROWTH if kind < 0.55 else DIALS)
     if chance.random() < 0.3:
@@ -210,11 +212,13 @@ def resume(place: Place, run_dir: Path, size: int) -> list[Child]:
     """Resume, once the ranks of a launcher that is gone have ended."""
     while True:
         ranks = place.resume(run_dir, ranks=size)
-        started = len(events(run_dir, "run_started"))
-        if ranks[0].wait_until(lambda before=started: len(events(run_dir, "run_started")) > before):
+        n_starts = len(events(run_dir, "run_started"))
+        if ranks[0].wait_until(
+            lambda before=n_starts: len(events(run_dir, "run_started")) > before
+        ):
             return ranks
-        told = "".join(rank.output() for rank in ranks if rank.finish(ALONE_S))
-        if "is training there" not in told:  # it was complete
+        output = "".join(rank.output() for rank in ranks if rank.finish(ALONE_S))
+        if "is training there" not in output:  # it was complete
             return ranks
 
 
@@ -228,53 +232,55 @@ def schedule_of(checkpoint: Checkpoint) -> list[Content]:
     ]
 
 
-def outcomes_of(checkpoint: Checkpoint, sent: Sequence[Sent]) -> Counter[str]:
-    done = {change.get("id") for change in checkpoint.manifest.history if not change["skipped"]}
+def outcomes_of(checkpoint: Checkpoint, requests: Sequence[Sent]) -> Counter[str]:
+    change_ids = {
+        change.get("id") for change in checkpoint.manifest.history if not change["skipped"]
+    }
     return Counter(
         "cancels"
-        if one.post.command == "cancel"
+        if request.post.command == "cancel"
         else "carried out"
-        if one.post.id in done
+        if request.post.id in change_ids
         else "refused, cancelled or waiting"
-        for one in sent
+        for request in requests
     )
 
 
-def not_once(run_dir: Path, checkpoint: Checkpoint, sent: Sequence[Sent]) -> list[str]:
+def not_once(run_dir: Path, checkpoint: Checkpoint, requests: Sequence[Sent]) -> list[str]:
     """What is wrong with what became of all that was asked for."""
     history = checkpoint.manifest.history
     changes = Counter(change["id"] for change in history if "id" in change)
     wrong = [f"{number} is there {times} times" for number, times in changes.items() if times > 1]
-    begun = Counter(event["id"] for event in course(run_dir, "operation") if event.get("id"))
+    starts = Counter(event["id"] for event in course(run_dir, "operation") if event.get("id"))
     answers = events(run_dir, "asked")
     wrong += [f"without a reason: {event}" for event in answers if not event.get("reason")]
-    for one in sent:
-        number = one.post.id
+    for request in requests:
+        number = request.post.id
         change = next((change for change in history if change.get("id") == number), None)
-        cancels = {other.post.id for other in sent if other.content == {"id": number}}
+        cancels = {other.post.id for other in requests if other.content == {"id": number}}
         outcomes = {event["outcome"] for event in answers if event["id"] == number}
         if number in checkpoint.state.get("closed", ()):
             outcomes |= {event["outcome"] for event in answers if event["id"] in cancels} & {
                 "cancelled"
             }
         waiting = {post["id"] for post in checkpoint.state.get("posted", ())}
-        what = f"{one}: {outcomes}, {change}, begun {begun[number]} times"
-        if one.post.path.exists():
-            if one.step < IN_TIME:
+        what = f"{request}: {outcomes}, {change}, begun {starts[number]} times"
+        if request.post.path.exists():
+            if request.step < IN_TIME:
                 wrong.append(f"not taken in: {what}")
-        elif one.post.command == "cancel" or change is None:
+        elif request.post.command == "cancel" or change is None:
             if number in waiting:
                 outcomes -= {"waits"}
                 ends = 1
             else:
                 ends = len(outcomes & {"refused", "cancelled"})
-            if ends != 1 or begun[number]:
+            if ends != 1 or starts[number]:
                 wrong.append(f"no end, or several: {what}")
         elif change["skipped"]:
-            if "refused" not in outcomes or begun[number]:
+            if "refused" not in outcomes or starts[number]:
                 wrong.append(f"skipped, but not refused: {what}")
-        elif begun[number] != 1 or "cancelled" in outcomes:
+        elif starts[number] != 1 or "cancelled" in outcomes:
             wrong.append(f"not begun once: {what}")
-        elif not (one.waits or one.is_disturbed) and change["step"] > one.step + WITHIN:
+        elif not (request.waits or request.is_disturbed) and change["step"] > request.step + WITHIN:
             wrong.append(f"late: {what}")
     return wrong

@@ -30,14 +30,16 @@ def place(forks: Forks, tmp_path: Path) -> Place:
     return Place(tmp_path, forks)
 
 
-def undisturbed(place: Place, kind: str, *settings: str, ranks: int = 1) -> dict[str, Any]:
+def full_run(place: Place, kind: str, *settings: str, ranks: int = 1) -> dict[str, Any]:
     run_dir = place.path / "whole"
     children = place.train(run_dir, f"model.kind={kind}", *settings, ranks=ranks)
     assert codes(children) == [0] * ranks, output_of(children)
-    return left(run_dir)
+    return take_results(run_dir)
 
 
-def resumed(place: Place, kind: str, *settings: str, ranks: int = 1, at: int = 7) -> dict[str, Any]:
+def interrupted_run(
+    place: Place, kind: str, *settings: str, ranks: int = 1, at: int = 7
+) -> dict[str, Any]:
     run_dir = place.path / "parts"
     settings = (f"model.kind={kind}", *settings, f"train.until=[{at}it]", "test.at_end=false")
     children = place.train(run_dir, *settings, ranks=ranks)
@@ -45,52 +47,56 @@ def resumed(place: Place, kind: str, *settings: str, ranks: int = 1, at: int = 7
     words = ("--until", f"{STEPS}it", "--set", "test.at_end=true")
     children = place.resume(run_dir, *words, ranks=ranks)
     assert codes(children) == [0] * ranks, output_of(children)
-    return left(run_dir)
+    return take_results(run_dir)
 
 
-def left(run_dir: Path) -> dict[str, Any]:
+def take_results(run_dir: Path) -> dict[str, Any]:
     """What must not depend on how the run got there; the folder is removed."""
     test = json.loads((run_dir / "test" / "result.json").read_text("utf-8"))
-    found = {
+    results = {
         "weights": weights(run_dir, STEPS),
         "curve": {event["step"]: event["loss"] for event in events(run_dir, "train")},
         "held out": {e["step"]: e["loss"] for e in events(run_dir, "eval") if e["step"] % 4 == 0},
         "test": test["metrics"]["loss"]["value"],
     }
     shutil.rmtree(run_dir)
-    return found
+    return results
 
 
 def is_resumed_exactly(place: Place, kind: str) -> bool:
-    return resumed(place, kind) == undisturbed(place, kind)
+    return interrupted_run(place, kind) == full_run(place, kind)
 
 
 def is_resumed_exactly_on_two_ranks(place: Place, kind: str) -> bool:
     # or rank 1 reads buffers of its own until the next evaluation
-    sent = "parallel.ddp.broadcast_buffers=true"
-    return resumed(place, kind, sent, ranks=2) == undisturbed(place, kind, sent, ranks=2)
+    broadcast = "parallel.ddp.broadcast_buffers=true"
+    return interrupted_run(place, kind, broadcast, ranks=2) == full_run(
+        place, kind, broadcast, ranks=2
+    )
 
 
 def is_resumed_exactly_under_muon(place: Place, kind: str) -> bool:
     muon = "optimizer.name=muon"
-    return resumed(place, kind, muon) == undisturbed(place, kind, muon)
+    return interrupted_run(place, kind, muon) == full_run(place, kind, muon)
 
 
 def is_resumed_exactly_under_sgd(place: Place, kind: str) -> bool:
     sgd = "optimizer.name=sgd"
-    return resumed(place, kind, sgd) == undisturbed(place, kind, sgd)
+    return interrupted_run(place, kind, sgd) == full_run(place, kind, sgd)
 
 
 def is_resumed_exactly_on_shards_or_refused(place: Place, kind: str) -> bool:
     """By the name of the parameter that torch does not shard, before anything is made."""
     # elastic, or rank 1 reads buffers of its own
     shards = ("parallel.strategy=fsdp", "optimizer.name=muon", "reproducible=elastic")
-    if (refused := NOT_SHARDED.get(kind)) is None:
-        return resumed(place, kind, *shards, ranks=2) == undisturbed(place, kind, *shards, ranks=2)
+    if (refusal := NOT_SHARDED.get(kind)) is None:
+        return interrupted_run(place, kind, *shards, ranks=2) == full_run(
+            place, kind, *shards, ranks=2
+        )
     children = place.train(place.path / "whole", f"model.kind={kind}", *shards, ranks=2)
     return (
         codes(children) == [2, 2]
-        and refused in output_of(children)
+        and refusal in output_of(children)
         and not (place.path / "whole").exists()
     )
 
@@ -98,8 +104,8 @@ def is_resumed_exactly_on_shards_or_refused(place: Place, kind: str) -> bool:
 def trains_as_if_it_were_contiguous(place: Place, kind: str) -> bool:
     """However its parameters lie in memory, also in elastic runs, and grown."""
     return all(
-        undisturbed(place, kind, *how)["curve"]
-        == pytest.approx(undisturbed(place, "contiguous", *how)["curve"], rel=1e-4)
+        full_run(place, kind, *how)["curve"]
+        == pytest.approx(full_run(place, "contiguous", *how)["curve"], rel=1e-4)
         for how in ((), ("reproducible=elastic",), (f"schedule={json.dumps(GROWTH)}",))
     )
 
@@ -107,40 +113,42 @@ def trains_as_if_it_were_contiguous(place: Place, kind: str) -> bool:
 def is_the_same_on_any_number_of_ranks(place: Place, kind: str) -> bool:
     """In elastic; test at W = 1 of a run at W = 2, and the other way round."""
     elastic = "reproducible=elastic"
-    whole = [undisturbed(place, kind, elastic, ranks=ranks) for ranks in (1, 2)]
-    return whole[0] == whole[1]
+    results_by_ranks = [full_run(place, kind, elastic, ranks=ranks) for ranks in (1, 2)]
+    return results_by_ranks[0] == results_by_ranks[1]
 
 
 def is_tested_as_plain_torch_does(place: Place, kind: str) -> bool:
     """The weights' moving average beside the buffers of the checkpoint."""
-    found = undisturbed(place, kind)
+    results = full_run(place, kind)
     task = states.States(states.Model(kind=kind), states.SamplesConfig(), SEED)
     torch.manual_seed(SEED)
     model = task.module(task.shape())
-    for name, content in found["weights"].items():
+    for name, content in results["weights"].items():
         (place.path / name).write_bytes(content)
     state = {**load_file(place.path / "model.safetensors")}
     state |= load_file(place.path / "ema.safetensors")
     for name, tensor in state.items():
         if "first" in name:
             model.middle.first = tensor  # torch loads nothing into None
-    told = model.load_state_dict(state, strict=False)
-    assert not told.unexpected_keys
-    assert all(name in ("middle.b.weight",) for name in told.missing_keys)
+    mismatch = model.load_state_dict(state, strict=False)
+    assert not mismatch.unexpected_keys
+    assert all(name in ("middle.b.weight",) for name in mismatch.missing_keys)
     columns = {name: torch.from_numpy(np.asarray(c)) for name, c in task.samples().items()}
     numbers = divide_samples(75, val=13, test=14, seed=SEED)["test"]
     batch = {name: column[torch.from_numpy(numbers)] for name, column in columns.items()}
     with torch.no_grad():
-        wanted = task.loss(model.eval(), batch).mean().item()
-    return bool(found["test"] == pytest.approx(wanted, rel=2e-2 if kind == "bfloat16" else 1e-5))
+        expected = task.loss(model.eval(), batch).mean().item()
+    return bool(
+        results["test"] == pytest.approx(expected, rel=2e-2 if kind == "bfloat16" else 1e-5)
+    )
 
 
 def grows_alike(place: Place, kind: str, *settings: str, ranks: int = 1) -> bool:
     """Widened by an operation whose label is proved, with resumes before and after it."""
     settings = (f"schedule={json.dumps(GROWTH)}", *settings)
-    wanted = undisturbed(place, kind, *settings, ranks=ranks)
+    expected = full_run(place, kind, *settings, ranks=ranks)
     return all(
-        resumed(place, kind, *settings, ranks=ranks, at=at) == wanted
+        interrupted_run(place, kind, *settings, ranks=ranks, at=at) == expected
         for at in (7, 3)[: figures.times(1, 2)]
     )
 
@@ -204,9 +212,9 @@ SHORT = [
 
 @pytest.mark.timeout(7200)
 def test_every_kind_of_state_is_part_of_the_model(place: Place) -> None:
-    chosen = TRIALS if figures.FULL else SHORT
+    trials = TRIALS if figures.FULL else SHORT
     differing = []
-    for kind, way in chosen:
+    for kind, way in trials:
         try:
             if not WAYS[way](place, kind):
                 differing.append(f"{kind}, {way}: other numbers")
@@ -216,7 +224,7 @@ def test_every_kind_of_state_is_part_of_the_model(place: Place) -> None:
                 shutil.rmtree(place.path / name, ignore_errors=True)
     figures.write(
         "module-state",
-        [figures.none_of(len(chosen), "kinds of state × ways of a run: other numbers", differing)],
+        [figures.none_of(len(trials), "kinds of state × ways of a run: other numbers", differing)],
     )
 
 

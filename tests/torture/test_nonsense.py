@@ -58,19 +58,19 @@ ENTRIES = VALUES | st.fixed_dictionaries(
 
 @dataclass(frozen=True)
 class Content:
-    """A file has another content; `vouched`: and the manifest says that it must be so."""
+    """A file has another content; `with_checksum`: and the manifest says that it must be so."""
 
     name: str
     content: bytes
-    vouched: bool
+    with_checksum: bool
 
     def plant(self, folder: Path) -> None:
         path = folder / self.name
         path.write_bytes(self.content)
-        if self.vouched and self.name in (files := manifest_of(folder)["files"]):
+        if self.with_checksum and self.name in (files := manifest_of(folder)["files"]):
             entry = file_entry(path, files[self.name]["pattern"])
             entry_json = {field: getattr(entry, field) for field in entry.__struct_fields__}
-            write_vouched(folder, {"files": files | {self.name: entry_json}})
+            write_with_checksum(folder, {"files": files | {self.name: entry_json}})
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Fields:
     changes: dict[str, Any]
 
     def plant(self, folder: Path) -> None:
-        write_vouched(folder, self.changes)
+        write_with_checksum(folder, self.changes)
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Entry:
 
     def plant(self, folder: Path) -> None:
         files = manifest_of(folder)["files"]
-        write_vouched(folder, {"files": files | {self.name: self.entry}})
+        write_with_checksum(folder, {"files": files | {self.name: self.entry}})
 
 
 NONSENSE = (
@@ -117,7 +117,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.timeout(3600)
 def test_nonsense_in_a_file_is_an_error_and_the_one_before_is_used(run: Path) -> None:
-    tried, refused = 0, 0
+    trials, refusals = 0, 0
 
     @settings(
         max_examples=EXAMPLES,
@@ -127,41 +127,41 @@ def test_nonsense_in_a_file_is_an_error_and_the_one_before_is_used(run: Path) ->
     )
     @given(nonsense=NONSENSE)
     def plant_and_read(nonsense: Content | Fields | Entry) -> None:
-        nonlocal tried, refused
-        with mended(run / "checkpoints"):
+        nonlocal trials, refusals
+        with restore_files(run / "checkpoints"):
             nonsense.plant(run / "checkpoints" / "step-20")
-            tried += 1
-            refused += read_everything(run)
+            trials += 1
+            refusals += read_everything(run)
 
     plant_and_read()
     figures.write(
         "nonsense",
         [
-            figures.none_of(tried, "nonsense in manifest, state, weights, latest: untyped", []),
-            figures.count("of these refused", refused),
+            figures.none_of(trials, "nonsense in manifest, state, weights, latest: untyped", []),
+            figures.count("of these refused", refusals),
         ],
     )
-    assert refused > tried // 2
+    assert refusals > trials // 2
 
 
 def read_everything(run: Path) -> bool:
     """Whether something was refused; nothing but refusals may happen."""
-    refused = False
+    has_refused = False
     for path in [*list_checkpoints(run), latest_checkpoint(run)]:
         try:
             checkpoint = load_checkpoint(path)
             for component in checkpoint.components:
                 checkpoint.tensors(component)
         except CheckpointError:
-            refused = True
-    found, skipped = latest_intact(run)
-    assert found.path.name in ("step-10", "step-20")
-    assert all(isinstance(error, CheckpointError) for error in skipped)
-    return refused
+            has_refused = True
+    newest, errors = latest_intact(run)
+    assert newest.path.name in ("step-10", "step-20")
+    assert all(isinstance(error, CheckpointError) for error in errors)
+    return has_refused
 
 
 @contextmanager
-def mended(folder: Path) -> Iterator[None]:
+def restore_files(folder: Path) -> Iterator[None]:
     """Every file is afterwards what it was before."""
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     try:
@@ -177,7 +177,7 @@ def manifest_of(folder: Path) -> dict[str, Any]:
     return content
 
 
-def write_vouched(folder: Path, changes: dict[str, Any]) -> None:
+def write_with_checksum(folder: Path, changes: dict[str, Any]) -> None:
     """The manifest with some fields changed, and the checksum that belongs to it."""
     body = manifest_of(folder) | changes
     del body["xxh3_128"]
@@ -188,39 +188,39 @@ def write_vouched(folder: Path, changes: dict[str, Any]) -> None:
 @pytest.mark.timeout(3600)
 def test_resume_refuses_a_state_that_says_nonsense(place: Place) -> None:
     """Whole by its checksums, and still no state of a run."""
-    whole, run_dir, chance = place.path / "whole", place.path / "run", random.Random(0)
-    ranks = place.train(whole, "train.until=[4it]")
+    intact_run, run_dir, chance = place.path / "whole", place.path / "run", random.Random(0)
+    ranks = place.train(intact_run, "train.until=[4it]")
     assert codes(ranks) == [0], output_of(ranks)
-    state = json.loads((whole / "checkpoints" / "step-4" / "state.json").read_bytes())
-    refused, untyped = 0, []
+    state = json.loads((intact_run / "checkpoints" / "step-4" / "state.json").read_bytes())
+    refusals, other_errors = 0, []
     # what is looked at before the state is restored
     early = [state | {"progress": value} for value in (1e300, state["progress"] | {"step": None})]
-    for nonsense in [*early, *(spoiled(state, chance) for _ in range(RESUMES))]:
-        shutil.copytree(whole, run_dir)
-        changed = json.dumps(nonsense)
-        planted = Content("state.json", changed.encode(), vouched=True)
-        planted.plant(run_dir / "checkpoints" / "step-4")
+    for nonsense in [*early, *(spoil(state, chance) for _ in range(RESUMES))]:
+        shutil.copytree(intact_run, run_dir)
+        text = json.dumps(nonsense)
+        damage = Content("state.json", text.encode(), with_checksum=True)
+        damage.plant(run_dir / "checkpoints" / "step-4")
         (child,) = place.resume(run_dir, "--until", "5it")
         code = child.finish()
-        refused += code == 3
+        refusals += code == 3
         if code not in (0, 3, 4) or "Traceback" in child.output():
-            untyped.append(f"{changed}: {code} {child.output()}")
+            other_errors.append(f"{text}: {code} {child.output()}")
         shutil.rmtree(run_dir)
     figures.write(
         "nonsense-state",
         [
-            figures.none_of(RESUMES, "nonsense in the state, resume: untyped", untyped),
-            figures.count("of these refused", refused),
+            figures.none_of(RESUMES, "nonsense in the state, resume: untyped", other_errors),
+            figures.count("of these refused", refusals),
         ],
     )
-    assert refused
+    assert refusals
 
 
-def spoiled(state: Any, chance: random.Random) -> Any:
+def spoil(state: Any, chance: random.Random) -> Any:
     """One value somewhere in it gone, or another."""
     if isinstance(state, dict) and state and chance.random() < 0.85:
         key = chance.choice(sorted(state))
         if chance.random() < 0.3:
             return {name: value for name, value in state.items() if name != key}
-        return state | {key: spoiled(state[key], chance)}
+        return state | {key: spoil(state[key], chance)}
     return chance.choice([None, "nonsense", -1, 1e300, "NaN", [], {}, [1, 2], True])

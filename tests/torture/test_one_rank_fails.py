@@ -55,11 +55,11 @@ def test_one_ranks_trouble_ends_all_alike(place: Place, what: str) -> None:
             run_dir, "checkpoint.every_steps=3", *trouble.settings, ranks=size, body=body
         )
         ranks[0].wait_for(rf"^ *{FAILING_STEP - 1} .*loss")
-        begun = time.monotonic()
-        ended = codes(ranks)
-        seconds.append(time.monotonic() - begun)
-        if set(ended) != {trouble.code} or not alike(run_dir, size, trouble.says):
-            unlike.append(f"W={size}: {ended}\n{output_of(ranks)}")
+        start_s = time.monotonic()
+        exit_codes = codes(ranks)
+        seconds.append(time.monotonic() - start_s)
+        if set(exit_codes) != {trouble.code} or not is_same_end(run_dir, size, trouble.says):
+            unlike.append(f"W={size}: {exit_codes}\n{output_of(ranks)}")
         shutil.rmtree(run_dir)
     figures.write(
         f"one-rank-{trouble.body.removeprefix('rank_1_').replace('_', '-')}",
@@ -70,7 +70,7 @@ def test_one_ranks_trouble_ends_all_alike(place: Place, what: str) -> None:
     )
 
 
-def alike(run_dir: Path, size: int, says: str) -> bool:
+def is_same_end(run_dir: Path, size: int, says: str) -> bool:
     """Every rank says the same cause, and did the same steps."""
     logs = [(run_dir / "logs" / f"rank_{rank}.log").read_text("utf-8") for rank in range(size)]
     last = {re.findall(r"step (\d+): loss", log)[-1] for log in logs}
@@ -80,11 +80,11 @@ def alike(run_dir: Path, size: int, says: str) -> bool:
 @pytest.mark.timeout(600)
 def test_one_ranks_nan_is_skipped_by_all(place: Place) -> None:
     """The run goes on, on the curve of a single process that skips the same step."""
-    wanted = curve_with_a_skip(place, 1)
+    expected = curve_with_a_skip(place, 1)
     for size in WORLDS:
-        found = curve_with_a_skip(place, size)
-        assert len(found) == STEPS
-        assert found == pytest.approx(wanted, rel=2e-3, nan_ok=True)
+        actual = curve_with_a_skip(place, size)
+        assert len(actual) == STEPS
+        assert actual == pytest.approx(expected, rel=2e-3, nan_ok=True)
 
 
 def curve_with_a_skip(place: Place, size: int) -> list[float]:

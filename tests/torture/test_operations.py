@@ -84,10 +84,10 @@ def test_operations_are_carried_out_alike_by_any_ranks_and_through_kills(place: 
     other_bits, other_losses, other_history = list[str](), list[str](), list[str]()
     ways = WAYS if figures.FULL else [(2, "fsdp", "elastic")]
     for reproducible in dict.fromkeys(way[2] for way in ways):
-        whole = place.path / f"whole-{reproducible}"
-        ranks = start(place, whole, (1, settings(place, "ddp", reproducible)))
+        full_run = place.path / f"whole-{reproducible}"
+        ranks = start(place, full_run, (1, settings(place, "ddp", reproducible)))
         assert codes(ranks) == [0], output_of(ranks)
-        losses = [event["loss"] for event in course(whole, "train")]
+        expected_losses = [event["loss"] for event in course(full_run, "train")]
         for size, strategy, _ in (way for way in ways if way[2] == reproducible):
             name = f"{size} × {strategy} {reproducible}"
             run_dir = place.path / f"{size}-{strategy}-{reproducible}"
@@ -100,20 +100,20 @@ def test_operations_are_carried_out_alike_by_any_ranks_and_through_kills(place: 
                 codes(ranks)
                 kills += 1
                 ranks = go_on(place, run_dir, way)
-            if set(ended := codes(ranks)) != {0}:
-                other_history.append(f"{name}: ended {ended}\n{output_of(ranks)[-2000:]}")
+            if set(exit_codes := codes(ranks)) != {0}:
+                other_history.append(f"{name}: ended {exit_codes}\n{output_of(ranks)[-2000:]}")
                 continue
             history = load_checkpoint(run_dir / "checkpoints" / f"step-{STEPS}").manifest.history
-            done = [(c["operation"]["name"], c["step"], c["skipped"]) for c in history]
-            if done != [(e["name"], 4 + 2 * n, "") for n, e in enumerate(SCHEDULE)]:
-                other_history.append(f"{name}: {done}")
+            operations = [(c["operation"]["name"], c["step"], c["skipped"]) for c in history]
+            if operations != [(e["name"], 4 + 2 * n, "") for n, e in enumerate(SCHEDULE)]:
+                other_history.append(f"{name}: {operations}")
             if reproducible == "elastic" and fingerprint(run_dir, STEPS) != fingerprint(
-                whole, STEPS
+                full_run, STEPS
             ):
                 other_bits.append(name)
-            own = [event["loss"] for event in course(run_dir, "train")]
-            if own != pytest.approx(losses, rel=1e-5):
-                other_losses.append(f"{name}: {own} instead of {losses}")
+            actual_losses = [event["loss"] for event in course(run_dir, "train")]
+            if actual_losses != pytest.approx(expected_losses, rel=1e-5):
+                other_losses.append(f"{name}: {actual_losses} instead of {expected_losses}")
             shutil.rmtree(run_dir)
     figures.write(
         "operations",

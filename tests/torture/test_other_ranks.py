@@ -64,48 +64,48 @@ def train(order: Order, cursor: int, part: Part) -> tuple[int, list[int]]:
         local_feed(Numbers(order.samples_per_epoch), order, rank, part.world_size)
         for rank in range(part.world_size)
     ]
-    taken = []
+    samples = []
     for _ in range(part.steps):
         plan = plan_step(cursor, order.samples_per_epoch, part.global_batch)
         for feed in feeds:
-            taken += numbers_of(feed.take(cursor, part.global_batch, part.batch_size))
+            samples += numbers_of(feed.take(cursor, part.global_batch, part.batch_size))
         cursor += plan.count
     for feed in feeds:
         feed.close()
-    return cursor, taken
+    return cursor, samples
 
 
-def wrong_counts(taken: Sequence[int], order: Order, cursor: int) -> Counter[int]:
+def wrong_counts(samples: Sequence[int], order: Order, cursor: int) -> Counter[int]:
     """How often each sample was taken beyond (or, negative, below) what the order asks for."""
-    wanted: Counter[int] = Counter()
-    epochs, rest = divmod(cursor, order.samples_per_epoch)
+    expected: Counter[int] = Counter()
+    epochs, last_stop = divmod(cursor, order.samples_per_epoch)
     for epoch in range(epochs + 1):
-        stop = order.samples_per_epoch if epoch < epochs else rest
-        wanted.update(order.indices(epoch, 0, stop).tolist())
-    found = Counter(taken)
-    found.subtract(wanted)
-    return Counter({sample: count for sample, count in found.items() if count})
+        stop = order.samples_per_epoch if epoch < epochs else last_stop
+        expected.update(order.indices(epoch, 0, stop).tolist())
+    counts = Counter(samples)
+    counts.subtract(expected)
+    return Counter({sample: count for sample, count in counts.items() if count})
 
 
 @pytest.mark.timeout(3600)
 def test_whatever_the_cuts_every_sample_is_taken_as_often_as_it_should() -> None:
-    tried = 0
+    trials = 0
 
     @settings(max_examples=CUTS, deadline=None, database=None)
     @given(samples=st.integers(1, 120), plan=parts(), kind=st.sampled_from(["shuffled", "random"]))
     def cut_and_go_on(samples: int, plan: list[Part], kind: str) -> None:
-        nonlocal tried
+        nonlocal trials
         order = make_order("random" if kind == "random" else "shuffled", samples, seed=7)
-        cursor, taken = 0, []
+        cursor, sample_numbers = 0, []
         for part in plan:
             cursor, more = train(order, cursor, part)
-            taken += more
-        tried += len(plan) - 1
-        assert wrong_counts(taken, order, cursor) == {}
+            sample_numbers += more
+        trials += len(plan) - 1
+        assert wrong_counts(sample_numbers, order, cursor) == {}
 
     cut_and_go_on()
     figures.write(
-        "cuts", [figures.none_of(tried, "cuts with other ranks: samples lost or repeated", [])]
+        "cuts", [figures.none_of(trials, "cuts with other ranks: samples lost or repeated", [])]
     )
 
 
@@ -125,8 +125,10 @@ AT_ONCE = 0
 @pytest.mark.torture
 @pytest.mark.timeout(3600)
 def test_real_ranks_take_every_sample_as_often_as_they_should(place: Place) -> None:
-    whole = place.path / "whole"
-    ranks = place.train(whole, *OVERRIDES, f"train.until=[{LAST}it]", body="taken:report_samples")
+    full_run = place.path / "whole"
+    ranks = place.train(
+        full_run, *OVERRIDES, f"train.until=[{LAST}it]", body="taken:report_samples"
+    )
     assert codes(ranks) == [0], output_of(ranks)
     steps = taken_by(ranks)
     ends = [
@@ -148,10 +150,10 @@ def test_real_ranks_take_every_sample_as_often_as_they_should(place: Place) -> N
         ranks = []
         for size, until in zip(SIZES, (*cuts, LAST), strict=True):
             ranks += stage(place, run_dir, size, until)
-        taken = Counter(ids_of(taken_by(ranks)))
-        taken.subtract(ids_of(steps))
-        if any(taken.values()):
-            wrong.append(f"cuts at {cuts}: {taken}")
+        counts = Counter(ids_of(taken_by(ranks)))
+        counts.subtract(ids_of(steps))
+        if any(counts.values()):
+            wrong.append(f"cuts at {cuts}: {counts}")
     figures.write(
         "other-ranks",
         [
@@ -176,8 +178,8 @@ def stage(place: Place, run_dir: Path, size: int, until: int) -> list[Child]:
         ranks[0].wait_for(r"^run ")
         for rank in ranks:
             rank.signal(signal.SIGTERM)
-    ended = set(codes(ranks))
-    assert ended == {75 if until == AT_ONCE else 0}, output_of(ranks)
+    exit_codes = set(codes(ranks))
+    assert exit_codes == {75 if until == AT_ONCE else 0}, output_of(ranks)
     return ranks
 
 

@@ -60,9 +60,9 @@ FORMS = (as_pickle, as_torch_file, as_numpy_file, as_yaml)
 
 
 @pytest.fixture(scope="module")
-def whole(prepared: Path, forks: object, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def intact_place(data_dir: Path, forks: object, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("whole")
-    shutil.copytree(prepared, path, dirs_exist_ok=True)
+    shutil.copytree(data_dir, path, dirs_exist_ok=True)
     place = Place(path, forks)  # type: ignore[arg-type]
     ranks = place.train(path / "run", "train.until=[4it]", ranks=2)
     assert codes(ranks) == [0, 0], output_of(ranks)
@@ -80,9 +80,11 @@ def test_the_payloads_are_alive(form: Callable[[Path], bytes], tmp_path: Path) -
     assert canary.exists()
 
 
-def plantings(whole: Path, folder: Path) -> Iterator[tuple[Path, Path]]:
+def plantings(intact_place: Path, folder: Path) -> Iterator[tuple[Path, Path]]:
     """A working directory with one file replaced, and that file relative to it."""
-    files = sorted(path.relative_to(whole) for path in whole.rglob("*") if path.is_file())
+    files = sorted(
+        path.relative_to(intact_place) for path in intact_place.rglob("*") if path.is_file()
+    )
     read = [f for f in files if not f.name.startswith(("said-", "rank_"))]
     assert {f.name for f in read} >= {
         "manifest.json",
@@ -98,25 +100,25 @@ def plantings(whole: Path, folder: Path) -> Iterator[tuple[Path, Path]]:
     }
     for number, file in enumerate(read):
         base = folder / f"{number}"
-        shutil.copytree(whole, base)
+        shutil.copytree(intact_place, base)
         target = base / file
         target.chmod(0o644)
         yield base, file
         shutil.rmtree(base)
 
 
-def test_no_reader_of_a_checkpoint_unpickles(whole: Path, tmp_path: Path) -> None:
+def test_no_reader_of_a_checkpoint_unpickles(intact_place: Path, tmp_path: Path) -> None:
     """Also where the manifest vouches for the file: it is no secret how to make one."""
     canary = tmp_path / "canary"
-    tried, untyped = 0, []
-    for base, file in plantings(whole, tmp_path):
+    trials, other_errors = 0, []
+    for base, file in plantings(intact_place, tmp_path):
         for form in FORMS:
             (base / file).write_bytes(form(canary))
-            for vouched in (False, True):
-                tried += 1
+            for with_checksum in (False, True):
+                trials += 1
                 try:
                     newest = latest_checkpoint(base / "run")
-                    if vouched:
+                    if with_checksum:
                         vouch(newest)
                     checkpoint = load_checkpoint(newest)
                     for component in checkpoint.components:
@@ -124,39 +126,41 @@ def test_no_reader_of_a_checkpoint_unpickles(whole: Path, tmp_path: Path) -> Non
                 except CheckpointError:
                     pass
                 except Exception as error:
-                    untyped.append(f"{file} {form.__name__}: {error!r}")
+                    other_errors.append(f"{file} {form.__name__}: {error!r}")
     figures.write(
         "planted-pickle",
         [
-            figures.none_of(tried, "pickle planted and read: executions", [*ran(canary)]),
-            figures.none_of(tried, "pickle planted and read: other errors than ours", untyped),
+            figures.none_of(trials, "pickle planted and read: executions", [*ran(canary)]),
+            figures.none_of(
+                trials, "pickle planted and read: other errors than ours", other_errors
+            ),
         ],
     )
 
 
-def test_no_command_unpickles(whole: Path, place: Place) -> None:
+def test_no_command_unpickles(intact_place: Path, place: Place) -> None:
     canary = place.path / "canary"
-    tried, untyped = 0, []
-    for base, file in plantings(whole, place.path / "planted"):
-        if tried >= PLANTED:
+    trials, other_errors = 0, []
+    for base, file in plantings(intact_place, place.path / "planted"):
+        if trials >= PLANTED:
             break
-        tried += 1
-        (base / file).write_bytes(FORMS[tried % len(FORMS)](canary))
-        there = Place(base, place.forks)
+        trials += 1
+        (base / file).write_bytes(FORMS[trials % len(FORMS)](canary))
+        target_place = Place(base, place.forks)
         for command in (
-            there.resume(Path("run"), "--until", "6it"),
-            there.instar("sample", "run", "--tokens", "4"),
-            there.instar("checkpoint", "verify", "run"),
+            target_place.resume(Path("run"), "--until", "6it"),
+            target_place.instar("sample", "run", "--tokens", "4"),
+            target_place.instar("checkpoint", "verify", "run"),
         ):
             (child,) = command
             code = child.finish()
             if code not in (0, 2, 3, 4) or "Traceback" in child.output():
-                untyped.append(f"{file}: {code} {child.output()}")
+                other_errors.append(f"{file}: {code} {child.output()}")
     figures.write(
         "planted-pickle-commands",
         [
-            figures.none_of(tried, "pickle planted, three commands: executions", [*ran(canary)]),
-            figures.none_of(tried, "pickle planted, three commands: a traceback", untyped),
+            figures.none_of(trials, "pickle planted, three commands: executions", [*ran(canary)]),
+            figures.none_of(trials, "pickle planted, three commands: a traceback", other_errors),
         ],
     )
 

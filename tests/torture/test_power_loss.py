@@ -45,8 +45,8 @@ def second_save(root: Path) -> Iterator[int]:
     """After a crash left something behind."""
     savers.save(root, 10, ROWS)
     yield 10
-    aside = root / "checkpoints" / ".tmp-0123456789abcdef"
-    shutil.copytree(root / "checkpoints" / "step-10", aside)
+    leftover = root / "checkpoints" / ".tmp-0123456789abcdef"
+    shutil.copytree(root / "checkpoints" / "step-10", leftover)
     savers.save(root, 20, ROWS)
     yield 20
 
@@ -84,8 +84,8 @@ STORIES: dict[str, Callable[[Path], Iterator[int]]] = {
 def folder(tmp_path: Path) -> Iterator[Path]:
     """In memory where the system has a place there: what a disk keeps is not asked of this one."""
     memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path) as made:
-        yield Path(made)
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path) as name:
+        yield Path(name)
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Tried:
     wrong: list[str]
 
 
-def recorded(story: Callable[[Path], Iterator[int]], folder: Path) -> list[Operation]:
+def record_operations(story: Callable[[Path], Iterator[int]], folder: Path) -> list[Operation]:
     """What a story asks of the disk; a step is said once its save has returned."""
     root = folder.resolve() / "runs" / "run"
     root.mkdir(parents=True)
@@ -109,7 +109,7 @@ def replay(
     operations: list[Operation], folder: Path, exhaustive: int, *, to_first: bool = False
 ) -> Tried:
     """Find what every state after a loss of power would be taken for."""
-    chance, known = random.Random(0), set[bytes]()
+    chance, manifests = random.Random(0), set[bytes]()
     wrong, moments, states = [], set(), 0
     for crash in crashes(operations, chance, exhaustive):
         states += 1
@@ -118,7 +118,7 @@ def replay(
         base.mkdir()
         lay_out(crash.tree, base)
         try:
-            check(base / "run", crash, known, save_again=states % 100 == 0)
+            check(base / "run", crash, manifests, save_again=states % 100 == 0)
         except (AssertionError, CheckpointError) as error:
             wrong.append(f"power lost at operation {crash.at}: {error}")
         shutil.rmtree(base)
@@ -127,41 +127,41 @@ def replay(
     return Tried(states, len(moments), wrong)
 
 
-def check(root: Path, crash: Crash, known: set[bytes], *, save_again: bool) -> None:
+def check(root: Path, crash: Crash, manifests: set[bytes], *, save_again: bool) -> None:
     """Everything visible is whole, and nothing acknowledged is lost."""
-    there = list_checkpoints(root) if (root / "checkpoints").is_dir() else []
-    for path in there:
-        check_whole(path, known)
-    if crash.last_word is None and not there:
+    checkpoints = list_checkpoints(root) if (root / "checkpoints").is_dir() else []
+    for path in checkpoints:
+        check_whole(path, manifests)
+    if crash.last_word is None and not checkpoints:
         return
-    found, skipped = latest_intact(root)
-    assert skipped == [], f"skipped {skipped}"
-    assert found.manifest.step >= (crash.last_word or 0), f"{crash.last_word} lost"
-    named = latest_checkpoint(root)
-    assert named in there
-    assert read_manifest(named).step >= (crash.last_word or 0), f"{crash.last_word} not the latest"
+    newest, errors = latest_intact(root)
+    assert errors == [], f"skipped {errors}"
+    assert newest.manifest.step >= (crash.last_word or 0), f"{crash.last_word} lost"
+    latest = latest_checkpoint(root)
+    assert latest in checkpoints
+    assert read_manifest(latest).step >= (crash.last_word or 0), f"{crash.last_word} not the latest"
     if save_again:
         savers.save(root, 40, ROWS)
         assert load_checkpoint(latest_checkpoint(root)).manifest.step == 40
         assert not list((root / "checkpoints").glob(".*")), "leftovers were not swept"
 
 
-def check_whole(path: Path, known: set[bytes]) -> None:
+def check_whole(path: Path, manifests: set[bytes]) -> None:
     """Its bytes are those that its manifest says; `known` manifests need no look at the values."""
     checkpoint = load_checkpoint(path)
     manifest = (path / MANIFEST).read_bytes()
-    if manifest not in known:
+    if manifest not in manifests:
         assert savers.holds(checkpoint), f"{path.name} does not hold what was saved"
-        known.add(manifest)
+        manifests.add(manifest)
 
 
 @pytest.mark.timeout(3600)
 def test_after_a_loss_of_power_there_is_the_old_or_the_new(folder: Path) -> None:
     cases = []
     for number, (name, story) in enumerate(STORIES.items()):
-        tried = replay(recorded(story, folder / str(number)), folder, STATES)
-        what = f"states after a loss of power at {tried.moments} moments of {name}: neither"
-        cases.append(figures.none_of(tried.states, what, tried.wrong))
+        outcome = replay(record_operations(story, folder / str(number)), folder, STATES)
+        what = f"states after a loss of power at {outcome.moments} moments of {name}: neither"
+        cases.append(figures.none_of(outcome.states, what, outcome.wrong))
     figures.write("power-loss", cases)
 
 
@@ -176,8 +176,8 @@ def test_the_replay_finds_what_a_missing_sync_would_do(
         "sync_file": lambda _: None,
     }
     monkeypatch.setattr(atomic, name, without[name])
-    tried = replay(recorded(second_save, folder), folder, exhaustive=64, to_first=True)
-    assert tried.wrong
+    outcome = replay(record_operations(second_save, folder), folder, exhaustive=64, to_first=True)
+    assert outcome.wrong
 
 
 @pytest.mark.torture
@@ -186,8 +186,10 @@ def test_a_folder_deleted_in_place_would_be_found(
 ) -> None:
     """Deletion that does not first give up the name leaves half a checkpoint."""
     monkeypatch.setattr(atomic, "discard", atomic.remove_tree)
-    tried = replay(recorded(old_one_pruned, folder), folder, exhaustive=64, to_first=True)
-    assert tried.wrong
+    outcome = replay(
+        record_operations(old_one_pruned, folder), folder, exhaustive=64, to_first=True
+    )
+    assert outcome.wrong
 
 
 if figures.FULL and shutil.which("strace"):  # which only looks on, and once is enough
@@ -198,15 +200,23 @@ if figures.FULL and shutil.which("strace"):  # which only looks on, and once is 
             "import sys, json; from collections import Counter; from pathlib import Path\n"
             "sys.path[:0] = sys.argv[2:]\n"
             "from power import Names, Synced\n"
-            "from test_power_loss import old_one_pruned, recorded\n"
-            "operations = recorded(old_one_pruned, Path(sys.argv[1]))\n"
+            "from test_power_loss import old_one_pruned, record_operations\n"
+            "operations = record_operations(old_one_pruned, Path(sys.argv[1]))\n"
             "print(json.dumps(Counter(type(o).__name__ for o in operations)))\n"
         )
         calls = tmp_path / "calls"
-        here, python = Path(__file__).parent, (sys.executable, "-c")
+        tests_dir, python = Path(__file__).parent, (sys.executable, "-c")
         strace = "strace -f -y -e trace=fsync,fdatasync,sync_file_range -o"
-        done = subprocess.run(
-            [*strace.split(), calls, *python, program, tmp_path, here, here.parent / "support"],
+        result = subprocess.run(
+            [
+                *strace.split(),
+                calls,
+                *python,
+                program,
+                tmp_path,
+                tests_dir,
+                tests_dir.parent / "support",
+            ],
             capture_output=True,
             text=True,
             check=True,
@@ -214,11 +224,11 @@ if figures.FULL and shutil.which("strace"):  # which only looks on, and once is 
         )
         base = str(tmp_path / "runs")
         # a call during which another thread made one is on two lines, the path on the first
-        seen = sum(
+        n_syncs = sum(
             base in line and ("= 0" in line or "<unfinished" in line)
             for line in calls.read_text().splitlines()
         )
-        told = json.loads(done.stdout)
-        assert told["Synced"] - 2 == seen, (
+        counts = json.loads(result.stdout)
+        assert counts["Synced"] - 2 == n_syncs, (
             "beside what was settled before: the folder and the run's"
         )

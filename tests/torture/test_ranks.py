@@ -28,15 +28,15 @@ class Trial:
     silent: list[int]
 
 
-def trial(room: Room, way: str, named: str, *, launcher_names: bool = True) -> Trial:
+def trial(room: Room, way: str, pattern: str, *, launcher_names: bool = True) -> Trial:
     """One room's end. `named`: what must be said of the rank by all others and by the launcher."""
     living = [rank for rank in range(room.size) if rank != room.mishap.rank]
     with (room.launch if way == "launch" else room.torchrun)() as ranks:
         seconds = ranks.seconds_since_mishap(range(room.size))
         ranks.exit_codes()
-        said = ranks.output()
-    silent = [rank for rank in living if not re.search(named, room.log(rank))]
-    if launcher_names and not re.search(named, said):
+        output = ranks.output()
+    silent = [rank for rank in living if not re.search(pattern, room.log(rank))]
+    if launcher_names and not re.search(pattern, output):
         silent.append(-1)
     return Trial(seconds, silent)
 
@@ -60,8 +60,8 @@ def test_a_killed_rank_is_named_and_all_end_within_two_seconds(tmp_path: Path) -
             for _ in range(figures.times(1, 5)):
                 mishap = Mishap("kill", size - 1, place)
                 room = Room(tmp_path / str(len(trials)), size, mishap=mishap)
-                named = rf"rank {size - 1} (is gone, last seen in|was killed by SIGKILL)"
-                trials.append(trial(room, "launch", named))
+                pattern = rf"rank {size - 1} (is gone, last seen in|was killed by SIGKILL)"
+                trials.append(trial(room, "launch", pattern))
     figures.write("rank-killed", figures_of("SIGKILL of a rank", trials, 2.0))
 
 
@@ -134,9 +134,9 @@ def test_a_rank_that_never_starts_is_named_and_all_end_at_the_limit(tmp_path: Pa
                 first = min(file.stat().st_mtime for file in room.folder.glob("coming-*"))
                 assert ranks.exit_codes() == [4]
                 seconds = ranks.seconds_since(first, range(size))
-                said = ranks.output()
-            named = f"rank {rank} of {size} did not join the rendezvous"
-            trials.append(Trial(seconds, [] if named in said else [-1]))
+                output = ranks.output()
+            message = f"rank {rank} of {size} did not join the rendezvous"
+            trials.append(Trial(seconds, [] if message in output else [-1]))
     figures.write("rank-absent", figures_of("a rank that never starts", trials, WAIT_S + 2))
 
 
@@ -148,7 +148,7 @@ if figures.FULL:  # the short form is in tests/distributed/test_restarts.py
         room = Room(tmp_path, mishap=Mishap("kill", 1, "step", starts=RESTARTS, after_s=0), last=5)
         with (room.torchrun if way == "torchrun" else room.launch)(max_restarts=RESTARTS) as ranks:
             # each restart imports torch in two processes
-            ended = ranks.exit_codes(60 + 15 * RESTARTS)
+            exit_codes = ranks.exit_codes(60 + 15 * RESTARTS)
         came_up = [
             start
             for start in range(1, RESTARTS + 1)
@@ -159,7 +159,7 @@ if figures.FULL:  # the short form is in tests/distributed/test_restarts.py
             [
                 figures.all_of(RESTARTS, f"restart under {way}", len(came_up)),
                 figures.none_of(
-                    1, "a run that restarted and did not end well", [c for c in ended if c]
+                    1, "a run that restarted and did not end well", [c for c in exit_codes if c]
                 ),
             ],
         )

@@ -19,7 +19,7 @@ JOB = "trap 'exit 1' TERM; sleep 1 & wait $$!; trap '' TERM; echo ${seed} >> don
 
 def test_whatever_is_killed_each_run_completes_once(tmp_path: Path) -> None:
     rng = random.Random(7)
-    wrong: dict[str, list[str]] = {each: [] for each in KILLED}
+    wrong: dict[str, list[str]] = {victim: [] for victim in KILLED}
     with running_cluster() as cluster:
         for trial in range(TRIALS):
             what = KILLED[trial % len(KILLED)]
@@ -52,15 +52,15 @@ jobs:
                 code, output = place.run("resume", "killed")
             elif what == "node":
                 cluster.start_second_node()
-            done = sorted((folder / "done").read_text().split())
-            if code != 0 or done != [*map(str, range(INSTANCES))] or place.living_pids():
+            finished_seeds = sorted((folder / "done").read_text().split())
+            if code != 0 or finished_seeds != [*map(str, range(INSTANCES))] or place.living_pids():
                 wrong[what].append(
-                    f"trial {trial}: {code}, {done}, {place.living_pids()}: {output}"
+                    f"trial {trial}: {code}, {finished_seeds}, {place.living_pids()}: {output}"
                 )
     figures.write(
         "ray-killed",
         [
-            figures.none_of(TRIALS // len(KILLED), f"{what} killed: not each run once", found)
-            for what, found in wrong.items()
+            figures.none_of(TRIALS // len(KILLED), f"{what} killed: not each run once", problems)
+            for what, problems in wrong.items()
         ],
     )

@@ -56,16 +56,16 @@ def test_a_search_comes_close_to_the_full_grid_for_a_part_of_its_cost(
     part = {i: losses(tmp_path / f"runs/part-{i}") for i in range(RATES)}
     best = json.loads(place.run("status", "part", "--json")[1])["best"]
     assert best["value"] == part[best["instance"]][-1]["loss"]
-    listed = subprocess.run(
+    listing = subprocess.run(
         [sys.executable, "-m", "instar.cli.main", "logs", "list", "runs", "--json"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         check=True,
     )
-    missing = [i for i in range(RATES) if f'"part-{i}"' not in listed.stdout]
-    loss = best["value"] / min(each[-1]["loss"] for each in full.values())
-    spent = sum(steps(tmp_path / f"runs/part-{i}") for i in range(RATES)) / (RATES * STEPS)
+    missing = [i for i in range(RATES) if f'"part-{i}"' not in listing.stdout]
+    loss = best["value"] / min(evals[-1]["loss"] for evals in full.values())
+    cost = sum(steps(tmp_path / f"runs/part-{i}") for i in range(RATES)) / (RATES * STEPS)
     figures.write(
         "search",
         [
@@ -77,7 +77,7 @@ def test_a_search_comes_close_to_the_full_grid_for_a_part_of_its_cost(
             ),
             figures.at_most(
                 "steps trained, of the grid's",
-                [100 * spent],
+                [100 * cost],
                 "%",
                 WORST_COMPUTE_PERCENT if figures.FULL else 80,
             ),
@@ -87,9 +87,9 @@ def test_a_search_comes_close_to_the_full_grid_for_a_part_of_its_cost(
 
 
 def losses(run: Path) -> list[dict[str, Any]]:
-    return [each for each in events(run, "eval") if each["split"] == "val"]
+    return [event for event in events(run, "eval") if event["split"] == "val"]
 
 
 def steps(run: Path) -> int:
     """The steps that a run has trained."""
-    return max(int(each["step"]) for each in events(run) if "step" in each)
+    return max(int(event["step"]) for event in events(run) if "step" in event)

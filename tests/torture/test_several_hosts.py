@@ -42,7 +42,7 @@ STRATEGIES = {
 FOR_EVER = "train.until=[100000it]"
 
 
-def chosen() -> list[str]:
+def strategies_to_try() -> list[str]:
     return list(STRATEGIES) if figures.FULL else ["hsdp"]
 
 
@@ -111,7 +111,7 @@ def on_both(place: Place, hosts: Sequence[Host], run_dir: Path, *keys: str) -> l
     ]
 
 
-def saved(run_dir: Path, step: int) -> dict[str, object]:
+def saved_bytes(run_dir: Path, step: int) -> dict[str, object]:
     """The cursor, and the bytes of every tensor, whoever saved which rows of it."""
     checkpoint = load_checkpoint(run_dir / "checkpoints" / f"step-{step}")
     return {
@@ -131,21 +131,25 @@ def differs_after_resume(place: Place, run_dir: Path, ranks: int) -> str:
 
 
 def differs(place: Place, run_dir: Path, until: int) -> str:
-    whole = place.path / "whole"
-    shutil.rmtree(whole, ignore_errors=True)
-    children = place.train(whole, *KEYS, f"train.until=[{until}it]")
+    full_run = place.path / "whole"
+    shutil.rmtree(full_run, ignore_errors=True)
+    children = place.train(full_run, *KEYS, f"train.until=[{until}it]")
     assert set(codes(children)) == {0}, output_of(children)
-    return "" if saved(run_dir, until) == saved(whole, until) else f"step {until} differs"
+    return (
+        ""
+        if saved_bytes(run_dir, until) == saved_bytes(full_run, until)
+        else f"step {until} differs"
+    )
 
 
-def ended(ranks: Sequence[Started], hosts: Sequence[Host], since: float) -> float:
+def seconds_to_end(ranks: Sequence[Started], hosts: Sequence[Host], start_s: float) -> float:
     """Seconds since then until nothing runs on the hosts any more, the launchers included."""
     for rank in ranks:
         rank.finish()
     while any(host.processes() for host in hosts):
-        assert time.monotonic() < since + 60, "a process is left"
+        assert time.monotonic() < start_s + 60, "a process is left"
         time.sleep(0.05)
-    return time.monotonic() - since
+    return time.monotonic() - start_s
 
 
 @pytest.mark.torture
@@ -153,30 +157,32 @@ def ended(ranks: Sequence[Started], hosts: Sequence[Host], since: float) -> floa
 def test_a_fault_ends_all_ranks_in_time_by_name_and_one_host_goes_on_with_the_same_samples(
     place: Place, fault: str
 ) -> None:
-    drawn, seconds, silent, wrong = random.Random(fault), list[float](), list[str](), list[str]()
+    rng, seconds, silent, wrong = random.Random(fault), list[float](), list[str](), list[str]()
     what = FAULTS[fault]
-    strategies = chosen() * figures.times(1, 3)
+    strategies = strategies_to_try() * figures.times(1, 3)
     for number, strategy in enumerate(strategies):
         run_dir = place.path / f"run-{number}"
         with two_hosts() as hosts:
             ranks = on_both(place, hosts, run_dir, *STRATEGIES[strategy], FOR_EVER)
-            ranks[0].wait_for(f"\n      {drawn.randint(4, 9)}  ")
-            begun = what.happens(hosts, run_dir)
-            seconds.append(ended(ranks, hosts, begun))
+            ranks[0].wait_for(f"\n      {rng.randint(4, 9)}  ")
+            fault_s = what.happens(hosts, run_dir)
+            seconds.append(seconds_to_end(ranks, hosts, fault_s))
             names = {f"node{n}": re.escape(host.name) for n, host in enumerate(hosts)}
             logs = [(run_dir / "logs" / f"rank_{rank}.log").read_text() for rank in (0, 2)]
-            for log, named in zip(logs, (what.first, what.other), strict=True):
-                if not re.search(named.format(**names), log):
-                    silent.append(f"{strategy}: {named!r} not in {log[-1000:]}")
+            for log, pattern in zip(logs, (what.first, what.other), strict=True):
+                if not re.search(pattern.format(**names), log):
+                    silent.append(f"{strategy}: {pattern!r} not in {log[-1000:]}")
         wrong += filter(None, [differs_after_resume(place, run_dir, ranks=2)])
         shutil.rmtree(run_dir)
-    tried = len(strategies)
+    trials = len(strategies)
     figures.write(
         f"hosts-{fault.replace(' ', '-')}",
         [
-            figures.at_most(f"{tried} × {fault}: nothing runs any more", seconds, "s", what.most_s),
-            figures.none_of(tried, f"{fault}, host not named", silent),
-            figures.none_of(tried, f"{fault}, resumed with other samples", wrong),
+            figures.at_most(
+                f"{trials} × {fault}: nothing runs any more", seconds, "s", what.most_s
+            ),
+            figures.none_of(trials, f"{fault}, host not named", silent),
+            figures.none_of(trials, f"{fault}, resumed with other samples", wrong),
         ],
     )
 
@@ -187,8 +193,8 @@ WIRES = {"slow": Wire(delay_s=0.2), "lossy": Wire(loss=0.01)}
 @pytest.mark.torture
 @pytest.mark.parametrize("wire", list(WIRES) if figures.FULL else ["lossy"])
 def test_a_slow_or_lossy_network_changes_nothing_but_the_speed(place: Place, wire: str) -> None:
-    steps, wrong, tried = figures.times(3, 10), list[str](), chosen()
-    for number, strategy in enumerate(tried):
+    steps, wrong, strategies = figures.times(3, 10), list[str](), strategies_to_try()
+    for number, strategy in enumerate(strategies):
         run_dir = place.path / f"run-{number}"
         with two_hosts(WIRES[wire]) as hosts:
             ranks = on_both(
@@ -198,7 +204,7 @@ def test_a_slow_or_lossy_network_changes_nothing_but_the_speed(place: Place, wir
         wrong += filter(None, [differs(place, run_dir, steps)])
     figures.write(
         f"hosts-{wire}-network",
-        [figures.none_of(len(tried), f"{WIRES[wire]}, other weights", wrong)],
+        [figures.none_of(len(strategies), f"{WIRES[wire]}, other weights", wrong)],
     )
 
 
@@ -213,8 +219,8 @@ def test_torchrun_goes_on_with_the_host_that_is_left_and_takes_the_other_back(pl
             words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={hosts[0].name}:29779"]
             words += [f"--rdzv-conf={limits}"]
             keys = (*STRATEGIES["fsdp"], FOR_EVER, "resume=auto")
-            alone = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-            return torchrun(place, host, *words, run_dir=run_dir, keys=keys, environment=alone)
+            variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+            return torchrun(place, host, *words, run_dir=run_dir, keys=keys, environment=variables)
 
         def trains_on(ranks: int) -> bool:
             """Whether the run was last started with so many ranks, and has saved since then."""
@@ -223,11 +229,11 @@ def test_torchrun_goes_on_with_the_host_that_is_left_and_takes_the_other_back(pl
             return sizes[-1:] == [ranks] and "checkpoint" in kinds[: kinds.index("run_started")]
 
         def wait_for(ranks: int) -> float:
-            begun = time.monotonic()
+            start_s = time.monotonic()
             while not trains_on(ranks):
-                assert time.monotonic() < begun + 120, first.output()
+                assert time.monotonic() < start_s + 120, first.output()
                 time.sleep(0.05)
-            return time.monotonic() - begun
+            return time.monotonic() - start_s
 
         first, _ = map(join, hosts)
         wait_for(4)

@@ -57,22 +57,29 @@ def test_any_strategy_loads_what_any_other_has_saved(place: Place) -> None:
     for step, (before, name) in enumerate(pairwise(order), start=1):
         keys, ranks = KINDS[name]
         words = [word for key in keys for word in ("--set", key)]
-        saved = digests(list_checkpoints(run_dir)[-1])
+        digests_before = digests(list_checkpoints(run_dir)[-1])
         body = "failures:saves_what_it_loaded"
-        again = place.resume(run_dir, "--until", f"{step + 1}it", *words, ranks=ranks, body=body)
-        assert set(codes(again)) == {0}, output_of(again)
-        loaded = [
+        resumed_children = place.resume(
+            run_dir, "--until", f"{step + 1}it", *words, ranks=ranks, body=body
+        )
+        assert set(codes(resumed_children)) == {0}, output_of(resumed_children)
+        step_checkpoints = [
             path for path in list_checkpoints(run_dir) if path.name.startswith(f"step-{step}")
         ]
-        if digests(loaded[-1]) != saved:
+        if digests(step_checkpoints[-1]) != digests_before:
             differing.append(f"{before} → {name}")
     steps = len(order)
-    alone = place.path / "alone"
+    one_process_run = place.path / "alone"
     keys, ranks = KINDS["one process"]
-    children = place.train(alone, *ELASTIC, *keys, f"train.until=[{steps}it]", body=INSTAR)
+    children = place.train(
+        one_process_run, *ELASTIC, *keys, f"train.until=[{steps}it]", body=INSTAR
+    )
     assert set(codes(children)) == {0}, output_of(children)
-    ends = {digests(list_checkpoints(each)[-1]) for each in (run_dir, alone)}
-    losses = [[event["loss"] for event in events(each, "train")] for each in (run_dir, alone)]
+    ends = {digests(list_checkpoints(folder)[-1]) for folder in (run_dir, one_process_run)}
+    losses = [
+        [event["loss"] for event in events(folder, "train")]
+        for folder in (run_dir, one_process_run)
+    ]
     figures.write(
         "shard-matrix",
         [

@@ -53,7 +53,7 @@ FSDP = ("parallel.strategy=fsdp",)
 HSDP = ("parallel.strategy=hsdp", "parallel.fsdp.shards=2")
 
 
-def trained(place: Place, name: str, *keys: str, ranks: int) -> Path:
+def train_run(place: Place, name: str, *keys: str, ranks: int) -> Path:
     run_dir = place.path / name
     children = place.train(run_dir, *SETTINGS, *keys, ranks=ranks)
     assert set(codes(children)) == {0}, output_of(children)
@@ -68,69 +68,76 @@ def tensors(run_dir: Path, step: int) -> Iterator[tuple[str, Tensor]]:
             yield f"{component}/{name}", tensor
 
 
-def same(one: Path, other: Path, step: int) -> bool:
+def same(run_dir: Path, other: Path, step: int) -> bool:
     return all(
         a == b and torch.equal(x, y)
-        for (a, x), (b, y) in zip(tensors(one, step), tensors(other, step), strict=True)
+        for (a, x), (b, y) in zip(tensors(run_dir, step), tensors(other, step), strict=True)
     )
 
 
-def differences(one: Path, other: Path, step: int) -> Iterator[float]:
+def differences(run_dir: Path, other: Path, step: int) -> Iterator[float]:
     """The largest of a component's elements, and of all its elements relative to their norm.
 
     Not relative to each tensor: AdamW makes steps of the learning rate of gradients that are only
     rounding, such as those of the keys' biases, which softmax ignores.
     """
-    pairs = list(zip(tensors(one, step), tensors(other, step), strict=True))
+    pairs = list(zip(tensors(run_dir, step), tensors(other, step), strict=True))
     assert all(a == b for (a, _), (b, _) in pairs)
     for component in ("model", "optimizer", "ema"):
         of = [(x, y) for (name, x), (_, y) in pairs if name.startswith(f"{component}/")]
-        a, b = (torch.cat([t.double().flatten() for t in each]) for each in zip(*of, strict=True))
+        a, b = (
+            torch.cat([t.double().flatten() for t in tensors_of_run])
+            for tensors_of_run in zip(*of, strict=True)
+        )
         yield (a - b).abs().max().item()
         yield ((a - b).norm() / a.norm()).item()
 
 
 @pytest.fixture(scope="module")
-def sharded(prepared: Path, forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def fsdp_run(data_dir: Path, forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose shards grow in every way."""
     path = tmp_path_factory.mktemp("sharded")
-    shutil.copytree(prepared, path, dirs_exist_ok=True)
-    return trained(Place(path, forks), "run", GROWS, *FSDP, ranks=2)
+    shutil.copytree(data_dir, path, dirs_exist_ok=True)
+    return train_run(Place(path, forks), "run", GROWS, *FSDP, ranks=2)
 
 
 @pytest.mark.torture
 @pytest.mark.timeout(1200)
-def test_every_kind_of_growth_is_that_of_whole_models(place: Place, sharded: Path) -> None:
+def test_every_kind_of_growth_is_that_of_whole_models(place: Place, fsdp_run: Path) -> None:
     """Up to rounding where `reproducible` is fixed; bit for bit where it is elastic."""
-    whole = trained(place, "whole", GROWS, ranks=2)
-    operations = events(sharded, "operation")
-    assert [each["name"] for each in operations] == [name for name, _, _ in GROWTH] + ["fold_masks"]
-    exact = [each for each in operations if each["preserves"] == "exact"]
+    ddp_run = train_run(place, "whole", GROWS, ranks=2)
+    operations = events(fsdp_run, "operation")
+    assert [operation["name"] for operation in operations] == [name for name, _, _ in GROWTH] + [
+        "fold_masks"
+    ]
+    exact = [operation for operation in operations if operation["preserves"] == "exact"]
     assert len(exact) == len(operations) - 3, (
         "a larger vocabulary, means and copies of blocks are not"
     )
     # few operations, but more runs, are compared in tests/run/test_sharded.py
     ways = [((), 1), (FSDP, 2), (FSDP, 4), (HSDP, 4)][: figures.times(0, 4)]
-    elastic = [trained(place, f"{n}", GROWS, ELASTIC, *w, ranks=r) for n, (w, r) in enumerate(ways)]
+    elastic = [
+        train_run(place, f"{n}", GROWS, ELASTIC, *w, ranks=r) for n, (w, r) in enumerate(ways)
+    ]
     figures.write(
         "sharded-growth",
         [
             figures.at_most(
                 f"{len(GROWTH)} kinds of growth, FSDP against DDP: weights, moments, average",
-                list(differences(whole, sharded, STEPS)),
+                list(differences(ddp_run, fsdp_run, STEPS)),
                 "difference",
                 BAR,
             ),
             figures.at_most(
                 "outputs before and after exact operations on shards",
-                [each["proof"]["max_logit_diff_relative"] for each in exact],
+                [operation["proof"]["max_logit_diff_relative"] for operation in exact],
                 "relative",
                 BAR,
             ),
             figures.none_of(
                 len(ways),
                 "elastic runs that grow on one rank or on shards: other bits",
-                [each.name for each in elastic if not same(elastic[0], each, STEPS)],
+                [operation.name for operation in elastic if not same(elastic[0], operation, STEPS)],
             ),
         ],
     )
@@ -138,12 +145,14 @@ def test_every_kind_of_growth_is_that_of_whole_models(place: Place, sharded: Pat
 
 @pytest.mark.torture
 @pytest.mark.timeout(600)
-def test_a_checkpoint_of_shards_grows_on_disk_to_the_same_bits(place: Place, sharded: Path) -> None:
-    before = trained(place, "before", *FSDP, f"train.until=[{GROWN_AT}it]", ranks=2)
+def test_a_checkpoint_of_shards_grows_on_disk_to_the_same_bits(
+    place: Place, fsdp_run: Path
+) -> None:
+    before = train_run(place, "before", *FSDP, f"train.until=[{GROWN_AT}it]", ranks=2)
     operations: list[object] = []
     for name, value, options in GROWTH:
-        words = [f"{key}={json.dumps(each)}" for key, each in options.items()]
+        words = [f"{key}={json.dumps(option)}" for key, option in options.items()]
         operations += ["--op", " ".join([f"{name}={json.dumps(value)}", *words])]
     (child,) = place.instar("grow", before, place.path / "disk", *operations)
     assert child.finish() == 0, child.output()
-    assert same(sharded, place.path / "disk", GROWN_AT)
+    assert same(fsdp_run, place.path / "disk", GROWN_AT)

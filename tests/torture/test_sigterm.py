@@ -80,9 +80,9 @@ class Run:
 @pytest.mark.torture
 @pytest.mark.timeout(3600)
 def test_sigterm_saves_leaves_and_loses_nothing(place: Place) -> None:
-    wanted = {size: weights_of_undisturbed(place, size) for size in (1, 2)}
+    expected = {size: weights_of_undisturbed(place, size) for size in (1, 2)}
     chance = random.Random(0)
-    unsaved, wrong_code, different, seconds = [], [], [], []
+    not_saved, wrong_code, different, seconds = [], [], [], []
     ways = itertools.cycle(itertools.product((True, False), MOMENTS))
     for number, (to_group, moment) in zip(range(TIMES), ways, strict=False):
         run_dir = place.path / f"parts-{number}"
@@ -94,25 +94,25 @@ def test_sigterm_saves_leaves_and_loses_nothing(place: Place) -> None:
             chance,
         )
         moment.wait(run)
-        begun = time.monotonic()
+        start_s = time.monotonic()
         for child in run.ranks:
             child.signal(signal.SIGTERM, group=to_group)
-        ended = codes_or_killed(run.ranks)
-        seconds.append(time.monotonic() - begun - allowed(run_dir))
-        if set(ended) != {75}:
-            wrong_code.append(f"{what}: {ended}\n{output_of(run.ranks)}")
-        stopped = events(run_dir, "stop")
-        if not stopped or events(run_dir, "checkpoint")[-1]["step"] != stopped[-1]["step"]:
-            unsaved.append(what)
-        again = place.resume(run_dir, ranks=size)
-        if set(codes(again)) != {0} or weights(run_dir) != wanted[size]:
-            different.append(f"{what}\n{output_of(again)}")
+        exit_codes = codes_or_killed(run.ranks)
+        seconds.append(time.monotonic() - start_s - grace_of(run_dir))
+        if set(exit_codes) != {75}:
+            wrong_code.append(f"{what}: {exit_codes}\n{output_of(run.ranks)}")
+        stops = events(run_dir, "stop")
+        if not stops or events(run_dir, "checkpoint")[-1]["step"] != stops[-1]["step"]:
+            not_saved.append(what)
+        resumed_children = place.resume(run_dir, ranks=size)
+        if set(codes(resumed_children)) != {0} or weights(run_dir) != expected[size]:
+            different.append(f"{what}\n{output_of(resumed_children)}")
         shutil.rmtree(run_dir)
     figures.write(
         "sigterm",
         [
             figures.none_of(TIMES, "SIGTERM: an exit code that is not 75", wrong_code),
-            figures.none_of(TIMES, "SIGTERM: not saved at the step it stopped at", unsaved),
+            figures.none_of(TIMES, "SIGTERM: not saved at the step it stopped at", not_saved),
             figures.none_of(TIMES, "SIGTERM, then resume: other weights at the end", different),
             figures.at_most("SIGTERM: to the end, beyond a step and a save", seconds, "s", GRACE_S),
         ],
@@ -134,7 +134,7 @@ def codes_or_killed(ranks: Sequence[Child]) -> list[int]:
     return codes(ranks)
 
 
-def allowed(run_dir: Path) -> float:
+def grace_of(run_dir: Path) -> float:
     """The longest step and the longest save that the run itself recorded, seconds."""
     active = [0.0, *(event["active_s"] for event in events(run_dir, "train"))]
     saves = [event["seconds"] for event in events(run_dir, "checkpoint")]
@@ -155,8 +155,8 @@ def test_sigterm_to_a_launcher_stops_its_ranks(
     run = start_instar(*words, run_dir=run_dir, command=INSTALLED)
     run.wait_for(r"^ +3 .*loss")
     run.terminate(group=to_group)
-    told = run.finish(75)
-    assert told.splitlines()[-1] == f"resume with: instar resume {run_dir}"
+    output = run.finish(75)
+    assert output.splitlines()[-1] == f"resume with: instar resume {run_dir}"
     stop = events(run_dir, "stop")[-1]
     assert stop["resumable"]
     assert events(run_dir, "checkpoint")[-1]["step"] == stop["step"]

@@ -41,11 +41,11 @@ def place(
     subprocess.run(["scancel", "--user", str(os.getuid())], check=True)
 
 
-def shown(place: FleetPlace, name: str) -> dict[str, Any]:
+def status_of(place: FleetPlace, name: str) -> dict[str, Any]:
     code, output = place.run("status", name, "--json")
     assert code == 0, output
-    found: dict[str, Any] = json.loads(output)
-    return found
+    status: dict[str, Any] = json.loads(output)
+    return status
 
 
 def job_of(place: FleetPlace, name: str) -> str:
@@ -53,28 +53,28 @@ def job_of(place: FleetPlace, name: str) -> str:
     return str(json.loads(lines[-1])["job"])
 
 
-def done(place: FleetPlace) -> list[str]:
+def finished_seeds(place: FleetPlace) -> list[str]:
     return sorted((place.path / "done").read_text().split())
 
 
 def test_an_array_of_four_of_which_one_is_queued_again(place: FleetPlace) -> None:
     place.write(f"name: four\n{FLEET}")
     launcher = place.start("up", "fleet.yaml")
-    place.wait("four", lambda each: all(phase_of(each, "job", i) == "running" for i in range(4)))
+    place.wait("four", lambda state: all(phase_of(state, "job", i) == "running" for i in range(4)))
     subprocess.run(["scontrol", "requeue", f"{job_of(place, 'four')}_2"], check=True)
     place.wait(
         "four",
-        lambda each: (
-            phase_of(each, "job", 2) == "running"
-            and each["instances"]["2"]["processes"]["job"]["attempt"] == 2
+        lambda state: (
+            phase_of(state, "job", 2) == "running"
+            and state["instances"]["2"]["processes"]["job"]["attempt"] == 2
         ),
         timeout_s=120,
     )
     (place.path / "go").touch()
     output, _ = launcher.communicate(timeout=120)
-    status = shown(place, "four")
-    attempts = [each["processes"]["job"]["attempt"] for each in status["instances"].values()]
-    wrong = [name for name in "0123" if done(place).count(name) != 1]
+    status = status_of(place, "four")
+    attempts = [state["processes"]["job"]["attempt"] for state in status["instances"].values()]
+    wrong = [name for name in "0123" if finished_seeds(place).count(name) != 1]
     figures.write(
         "fleet-slurm",
         [
@@ -98,16 +98,16 @@ jobs:
 """)
     code, output = place.run("up", "fleet.yaml", timeout_s=240)
     assert code == 0, output
-    assert done(place) == ["saved"]
-    assert shown(place, "limit")["instances"]["0"]["processes"]["job"]["attempt"] == 2
+    assert finished_seeds(place) == ["saved"]
+    assert status_of(place, "limit")["instances"]["0"]["processes"]["job"]["attempt"] == 2
 
 
 def test_a_fleet_is_left_in_the_queue_cancelled_and_resumed(place: FleetPlace) -> None:
     place.write(f"name: left\nmax_parallel: 1\n{FLEET}")
     code, output = place.run("up", "fleet.yaml", "--detach")
     assert code == 0, output
-    place.wait("left", lambda each: phase_of(each, "job") == "running")
-    status = shown(place, "left")
+    place.wait("left", lambda state: phase_of(state, "job") == "running")
+    status = status_of(place, "left")
     assert status["state"] == "running"
     assert status["instances"]["3"]["state"] == "waiting"
     assert "PENDING" in place.run("status", "left")[1]
@@ -120,13 +120,13 @@ def test_a_fleet_is_left_in_the_queue_cancelled_and_resumed(place: FleetPlace) -
     output, _ = launcher.communicate(timeout=60)
     assert launcher.returncode == 75
     assert "its jobs go on" in output
-    assert shown(place, "left")["state"] == "running"
+    assert status_of(place, "left")["state"] == "running"
     assert place.run("down", "left")[0] == 0
     assert not place.living_pids()
-    status = shown(place, "left")
+    status = status_of(place, "left")
     assert status["state"] == "stopped"
-    assert {each["state"] for each in status["instances"].values()} == {"stopped"}
+    assert {state["state"] for state in status["instances"].values()} == {"stopped"}
     (place.path / "go").touch()
     code, output = place.run("resume", "left")
     assert code == 0, output
-    assert done(place) == list("0123")
+    assert finished_seeds(place) == list("0123")

@@ -29,11 +29,11 @@ def rooms() -> list[str]:
 
 def test_the_cores_tests_pass_without_extensions(tmp_path: Path) -> None:
     package = tmp_path / "instar"
-    ignored = shutil.ignore_patterns("__pycache__", *BUILT_IN)
+    ignore = shutil.ignore_patterns("__pycache__", *BUILT_IN)
     source = Path(instar.__file__).parent
     shutil.copytree(source, package, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.rmtree(package / "extensions")
-    shutil.copytree(source / "extensions", package / "extensions", ignore=ignored)
+    shutil.copytree(source / "extensions", package / "extensions", ignore=ignore)
     files = [str(TESTS / name) for name in (rooms() if figures.FULL else SHORT)]
     marks = "not torture and not hosts and not gpu"
     options = ["-q", "-rfEs", "-p", "no:cacheprovider", "-m", marks, *files]
@@ -41,7 +41,7 @@ def test_the_cores_tests_pass_without_extensions(tmp_path: Path) -> None:
     # a worker of `pytest -n` would hand down what its commands are forked from: a process that has imported the extensions
     env = {name: value for name, value in os.environ.items() if name != WARM_PYTHON}
     env |= {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1", "INSTAR_TORTURE": ""}
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *workers],
         capture_output=True,
         text=True,
@@ -49,7 +49,7 @@ def test_the_cores_tests_pass_without_extensions(tmp_path: Path) -> None:
         env=env,
         cwd=TESTS.parent,
     )
-    assert done.returncode == 0, done.stdout.partition("FAILURES")[2] or done.stdout
-    skipped = re.findall(r"^SKIPPED .*", done.stdout, re.MULTILINE)
-    print(len(skipped), "left out")
-    assert all("without the extension" in line for line in skipped if "/support/" not in line)
+    assert result.returncode == 0, result.stdout.partition("FAILURES")[2] or result.stdout
+    skips = re.findall(r"^SKIPPED .*", result.stdout, re.MULTILINE)
+    print(len(skips), "left out")
+    assert all("without the extension" in line for line in skips if "/support/" not in line)

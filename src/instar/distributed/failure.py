@@ -280,7 +280,10 @@ def point_to_log(log: Path, environ: Mapping[str, str]) -> None:
     """Tell the launcher where this rank's log is, so that it can show its last lines."""
     record = environ.get(RECORD_VARIABLE)
     if record and LAUNCHER_VARIABLE in environ:
-        _log_pointer(Path(record)).write_text(str(log.absolute()), encoding="utf-8")
+        pointer = _log_pointer(Path(record))
+        temporary = pointer.with_suffix(".tmp")
+        temporary.write_text(str(log.absolute()), encoding="utf-8")
+        temporary.replace(pointer)  # the launcher reads it meanwhile, and must not see half of it
 
 
 def log_of_failure(record: Path) -> Path | None:

@@ -171,7 +171,7 @@ def _weights(
         return
     if weights == "best":
         metric = parts.config.checkpoint.best_of[0]
-        text = f"there is no best checkpoint by {metric}: the last weights are tested"
+        text = f"there is no best checkpoint by {metric}: the last weights take its place"
         parts.logger.warn(text, state.step)
     set_model_step(parts.stepper.unwrapped_model, state.step)
     parts.stepper.share_buffers()
