@@ -79,7 +79,7 @@ def is_saved(source: str) -> bool:
     return any(Path(source, name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
-def splits_of(data: DataConfig) -> set[str]:
+def training_splits(data: DataConfig) -> set[str]:
     """Return the names in `data.source_split`; splits may be sliced, "train[:10%]", and added, "a+b"."""
     return {re.sub(r"\[.*", "", part).strip() for part in data.source_split.split("+")}
 
@@ -91,7 +91,7 @@ def check_split(existing: Iterable[Any], data: DataConfig) -> set[str]:
         ConfigError: there are others only.
     """
     names = [str(name) for name in existing]
-    split_names = splits_of(data)
+    split_names = training_splits(data)
     if names and not split_names <= {*names, "all"}:
         raise no_split(names, data)
     return split_names

@@ -27,7 +27,7 @@ from instar.data.text.formats import (
     no_split,
     open_builder,
     other_columns,
-    splits_of,
+    training_splits,
 )
 from instar.record.progress import folder_bytes, progress
 
@@ -106,7 +106,7 @@ def unread_splits(data: DataConfig) -> tuple[str, ...]:
         names = [*data_set] if isinstance(data_set, Mapping) else []
     else:
         names = [str(name) for name in _files_of_splits(data)]
-    read = splits_of(data)
+    read = training_splits(data)
     return () if "all" in read else tuple(name for name in names if name not in read)
 
 
