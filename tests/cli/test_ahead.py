@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import parametrize_first
 
 from instar.config.errors import ConfigError
 from instar.record.rundir import RunDir
@@ -95,7 +96,7 @@ def flops(forecast: Forecast) -> list[int]:
     return [total.flops for total in (forecast.early, forecast.late) if total is not None]
 
 
-@pytest.mark.parametrize("name", RUNS)
+@parametrize_first("name", RUNS, first=1)
 def test_the_rest_has_the_shapes_the_memory_and_the_totals_of_the_start(
     name: str, train: Callable[..., RunDir]
 ) -> None:

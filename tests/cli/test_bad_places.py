@@ -85,7 +85,8 @@ def few_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (10, 10))
 
 
-@parametrize_first("limit", [small_files, few_files], first=1)
+@pytest.mark.torture
+@pytest.mark.parametrize("limit", [small_files, few_files])
 def test_a_full_disk_and_few_open_files_end_in_a_sentence(
     instar: Instar, place: Path, limit: Callable[[], None]
 ) -> None:

@@ -28,6 +28,7 @@ def run(run_cli: RunCli, place: Path) -> Path:
     return project / "runs" / "r"
 
 
+@pytest.mark.torture
 def test_a_run_is_resumed_tested_and_analysed_from_another_folder(
     run_cli: RunCli, run: Path, place: Path
 ) -> None:
@@ -133,6 +134,7 @@ def test_a_finder_reads_a_config_from_another_folder(
     assert "fastest: 1 samples" in batch_output
 
 
+@pytest.mark.torture
 def test_python_resumes_it_from_another_folder_too(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

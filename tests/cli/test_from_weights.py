@@ -85,6 +85,7 @@ def test_a_hugging_face_folder_is_tuned_stopped_resumed_and_tested(
     assert instar("sample", "tuned", "--prompt", "1 sq", "--tokens", "5").stdout.startswith("1 sq")
 
 
+@pytest.mark.torture
 def test_ranks_and_growth_start_from_a_run(
     instar: Instar, forks: Forks, place: Path, first: Path
 ) -> None:

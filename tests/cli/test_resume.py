@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from cases import parametrize_first
 from forks import Forks
 
 from instar.checkpoint.manifest import encode_manifest, read_manifest
@@ -189,7 +190,7 @@ def test_what_cannot_change_any_more_is_refused_by_name(run_cli: RunCli, run: Pa
     assert (run / "events.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize(
+@parametrize_first(
     ("part", "loss"),
     [
         ("optimizer", "moments start at zero"),
@@ -197,6 +198,7 @@ def test_what_cannot_change_any_more_is_refused_by_name(run_cli: RunCli, run: Pa
         ("dataset", "start again at the first sample"),
         ("rng", "seeded again"),
     ],
+    first=2,
 )
 def test_what_was_left_out_is_said_with_what_it_costs(
     run_cli: RunCli, place: Path, part: str, loss: str

@@ -288,14 +288,14 @@ def test_a_mebibyte_of_values_is_refused_before_it_is_composed(tmp_path: Path, t
     assert time.process_time() - began < 4
 
 
-@parametrize_first(
+@pytest.mark.torture
+@pytest.mark.parametrize(
     "text",
     [
         "".join(f"n_lay{n}: 0\n" for n in range(9_900)),
         "model:\n" + "".join(f"  n_lay{n}: 0\n" for n in range(9_900)),
         "a: {" + "b: 1, " * 9_900 + "}",
     ],
-    first=1,
     ids=["keys", "in a section", "duplicates"],
 )
 def test_of_thousands_of_errors_a_hundred_are_told(tmp_path: Path, text: str) -> None:

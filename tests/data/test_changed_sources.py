@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from cases import parametrize_first
 
 from instar.config.errors import ConfigError
 from instar.config.language import DataConfig, MixturePart
@@ -236,7 +237,7 @@ def conversation_set(tokenizer: Path) -> DataConfig:
     return DataConfig(kind="chat", source="chats.jsonl", tokenizer=str(tokenizer), path="set")
 
 
-@pytest.mark.parametrize("change", ["lines", "template", "special"])
+@parametrize_first("change", ["lines", "template", "special"], first=2)
 def test_conversations_are_compared_with_their_template(tmp_path: Path, change: str) -> None:
     tokenizer = tmp_path / "model"
     data = conversation_set(tokenizer)

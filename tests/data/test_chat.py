@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cases import parametrize_first
 from pretrained import TEXT
 from transformers import PreTrainedTokenizerFast
 
@@ -235,7 +236,7 @@ def test_tools_that_a_template_leaves_out_are_not_left_out_silently(place: Path)
         )
 
 
-@pytest.mark.parametrize("template", [CHATML, PLAIN])
+@parametrize_first("template", [CHATML, PLAIN], first=1)
 def test_an_answer_of_weight_0_is_no_target(place: Path, template: str) -> None:
     messages = [
         {"role": "user", "content": "2?"},

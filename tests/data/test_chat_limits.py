@@ -36,7 +36,7 @@ REFUSED = {
 }
 
 
-@parametrize_first("case", HOSTILE, first=2)
+@parametrize_first("case", HOSTILE, first=1)
 def test_a_template_without_end_is_an_error_that_names_it(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,7 +62,7 @@ def test_a_process_that_was_ended_is_started_anew(monkeypatch: pytest.MonkeyPatc
     release()
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@parametrize_first("case", REFUSED, first=2)
 def test_a_template_that_jinja2_refuses_is_refused(case: str) -> None:
     with pytest.raises(ValueError, match=r"refuses it: (Range too big|maximum recursion|.*nested)"):
         ChatTemplate(REFUSED[case], {}).renderings(ASKED)

@@ -226,7 +226,7 @@ def conversations(kind: str, count: int = 25) -> list[list[dict[str, str]]]:
     return [conversation(chance, system=system and n % 2 == 0) for n in range(count)]
 
 
-@parametrize_first("kind", LAYOUTS, first=4)
+@parametrize_first("kind", LAYOUTS, first=2)
 def test_marked_conversations_have_the_tokens_and_masks_of_transformers(
     folders: Path, tmp_path: Path, kind: str
 ) -> None:
@@ -250,7 +250,7 @@ def test_marked_conversations_have_the_tokens_and_masks_of_transformers(
         assert ((marks & TARGET) > 0).tolist() == list(map(bool, expected["assistant_masks"]))
 
 
-@parametrize_first("kind", LAYOUTS, first=4)
+@parametrize_first("kind", LAYOUTS, first=2)
 def test_an_answer_is_trained_as_it_is_generated(folders: Path, kind: str) -> None:
     """By the model's own template: after the prompt that transformers gives, and as it renders the answer."""
     reference: Any = AutoTokenizer.from_pretrained(folders / kind)

@@ -103,6 +103,7 @@ def test_what_is_no_vocabulary_is_refused(
     assert [path.name for path in tmp_path.iterdir()] == ["meta.pkl"]
 
 
+@pytest.mark.torture
 def test_the_largest_pickle_is_read() -> None:
     assert read_plain(b"\x80\x02" + b"]" * (MOST_BYTES - 3) + b".") == []
 

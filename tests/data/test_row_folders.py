@@ -14,6 +14,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from cases import parametrize_first
 
 from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
@@ -67,7 +68,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("suffix", WRITERS)
+@parametrize_first("suffix", WRITERS, first=18)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_folder_has_the_splits_and_rows_that_datasets_finds(
     tmp_path: Path, layout: str, suffix: str

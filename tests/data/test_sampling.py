@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import parametrize_first
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -412,7 +413,7 @@ def noise(sample: Any, generator: Any) -> Any:
     return {"number": sample["number"], "noise": generator.random()}
 
 
-@pytest.mark.parametrize("data", [{"balance": "side"}, {"sample_weights": "weight"}])
+@parametrize_first("data", [{"balance": "side"}, {"sample_weights": "weight"}], first=1)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_each_draw_of_a_sample_is_transformed_anew(data: dict[str, Any], workers: int) -> None:
     transform = f"{__name__}:noise" if workers == 0 else "sampled:noise"

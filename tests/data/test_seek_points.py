@@ -174,6 +174,7 @@ def test_points_hold_for_any_context(folder: Path, packing: bool, kind: str) -> 
             assert actual == rows[start : start + 15]
 
 
+@pytest.mark.torture
 @settings(
     deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

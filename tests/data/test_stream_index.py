@@ -102,6 +102,7 @@ def test_counted_or_not_a_stream_gives_the_same_steps_and_weights(
         assert weight == np.count_nonzero(np.array(targets) != IGNORED)
 
 
+@pytest.mark.torture
 def test_the_number_of_workers_changes_nothing(folder: Path) -> None:
     serial, one_worker, two_workers = (config(folder, workers=number) for number in range(3))
     steps = as_lists(epoch_of(one_worker, folder, use_sizes=False))

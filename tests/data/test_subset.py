@@ -175,7 +175,7 @@ INDEXED = {
 }
 
 
-@parametrize_first("kind", INDEXED, first=5)
+@parametrize_first("kind", INDEXED, first=2)
 def test_any_kind_with_an_index_has_a_subset_on_any_ranks(
     folder: Path, kind: str, tmp_path: Path
 ) -> None:

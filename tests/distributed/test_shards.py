@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
+from cases import parametrize_first
 
 Ranks = Callable[[str, int, Path], list[dict[str, Any]]]
 """see conftest.py"""
@@ -63,7 +63,7 @@ with join_group(ParallelConfig(timeout_s=60), "cpu") as world:
 """
 
 
-@pytest.mark.parametrize(("ranks", "shards"), [(2, 2), (3, 3), (4, 4), (4, 2)])
+@parametrize_first(("ranks", "shards"), [(2, 2), (3, 3), (4, 4), (4, 2)], first=2)
 def test_muon_on_rows_is_muon_on_whole_matrices(
     ranks_in: Ranks, tmp_path: Path, ranks: int, shards: int
 ) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import torch.distributed as dist
+from cases import parametrize_first
 from toy_room import Mishap, Room, ends
 
 from instar.distributed.failure import PeerLost, RankMissing
@@ -136,7 +137,7 @@ def test_a_frozen_rank_ends_with_the_others_when_its_launcher_is_killed(
         assert ends(room.pid(0))
 
 
-@pytest.mark.parametrize("share", [0.8, 0.0])
+@parametrize_first("share", [0.8, 0.0], first=1)
 def test_a_rank_that_fell_silent_just_before_the_store_was_lost_is_named(
     tmp_path: Path, share: float
 ) -> None:
@@ -305,7 +306,7 @@ def address_of(*, answers: bool) -> Iterator[str]:
         yield ":".join(map(str, address))
 
 
-@pytest.mark.parametrize("answers", [False, True])
+@parametrize_first("answers", [False, True], first=1)
 def test_a_lost_network_is_named_though_a_rank_of_this_host_left_because_of_it(
     answers: bool,
 ) -> None:

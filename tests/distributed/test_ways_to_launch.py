@@ -158,7 +158,7 @@ def free_port() -> int:
     return port
 
 
-@pytest.mark.parametrize("way", ["run", "launch"])
+@parametrize_first("way", ["run", "launch"], first=1)
 def test_torchs_launchers_train_the_same(
     way: str, place: Path, forks: Forks, expected: Expected
 ) -> None:
@@ -171,7 +171,8 @@ def test_torchs_launchers_train_the_same(
     assert_all_said_who_they_are(place / f"by-{way}", 2)
 
 
-@parametrize_first("use_launcher", [True, False], first=1)
+@pytest.mark.torture
+@pytest.mark.parametrize("use_launcher", [True, False])
 def test_a_script_that_trains_in_a_loop_makes_a_run_of_each(
     place: Path, forks: Forks, use_launcher: bool
 ) -> None:

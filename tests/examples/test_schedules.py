@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
+from cases import parametrize_first
 from ruamel.yaml import YAML
 from started import run_ranks
 from tiny_trainers import config_in, corpus
@@ -31,7 +31,7 @@ KEYS = {
 }
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@parametrize_first("name", RECIPES, first=3)
 def test_a_recipe_is_carried_out_to_its_last_line(
     config_in: Callable[..., Loaded], tmp_path: Path, name: str
 ) -> None:

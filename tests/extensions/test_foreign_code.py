@@ -219,6 +219,7 @@ def test_what_the_dashboard_tells_of_a_foreign_run_imports_nothing(
     assert not mark.exists()
 
 
+@pytest.mark.torture
 def test_difference_tells_settings_of_a_task_whose_class_is_not_there(
     foreign_runs: tuple[Path, Path],
 ) -> None:

@@ -131,6 +131,7 @@ def test_a_deleted_extension_is_named_with_the_command_that_installs_it(
             assert f"pip install 'instar[{BUILT_IN[name].extra}]'" in refusal.stderr
 
 
+@pytest.mark.torture
 def test_the_core_trains_without_any_extension(tmp_path: Path) -> None:
     package = copy_without(tmp_path / "copy", *BUILT_IN)
     result = run(package, "train", tiny(tmp_path), at=tmp_path)

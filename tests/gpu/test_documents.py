@@ -97,6 +97,7 @@ def test_a_run_follows_that_with_masks(way: str, losses: Trained, flash: Flash) 
     assert "kernel is not used: RuntimeError: FlashAttention only supports" in warnings_of("masks")
 
 
+@pytest.mark.torture
 def test_what_the_kernel_cannot_do_is_said(losses: Trained, flash: Flash) -> None:
     losses("fp32", "precision=fp32")
     assert flash.calls == 0

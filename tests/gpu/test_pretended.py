@@ -295,7 +295,7 @@ def test_background_saves_copy_to_pinned_memory_without_waiting(
         assert load_checkpoint(path).tensors("model")
 
 
-@pytest.mark.parametrize("strategy", ["sharded", "dispatched"])
+@parametrize_first("strategy", ["sharded", "dispatched"], first=1)
 def test_two_ranks_train_under_ddp_with_nccl_as_one_does(
     losses: Losses, tmp_path: Path, forks: Forks, strategy: str
 ) -> None:

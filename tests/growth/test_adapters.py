@@ -111,8 +111,10 @@ def test_adapters_grow_with_their_weights_and_train_on(
 
 # of a library: it counts on hooks whose modules get ids
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing", "ignore:.*Using default CorDA")
-@pytest.mark.parametrize(
-    "init", ["pissa", "pissa_niter_2", "olora", "corda", "lora_ga", "orthogonal", "gaussian"]
+@parametrize_first(
+    "init",
+    ["pissa", "pissa_niter_2", "olora", "corda", "lora_ga", "orthogonal", "gaussian"],
+    first=4,
 )
 def test_adapters_that_began_as_a_part_of_the_base_load_beside_what_it_left(
     init: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

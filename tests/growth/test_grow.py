@@ -125,7 +125,7 @@ def test_tied_weights_stay_tied() -> None:
 BY_NAME = ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
 
 
-@pytest.mark.parametrize("moments", ["asymmetric", "reset"])
+@parametrize_first("moments", ["asymmetric", "reset"], first=8)
 @pytest.mark.parametrize("name", BY_NAME)
 def test_optimizers_of_torch_go_on_with_what_is_new(name: str, moments: str) -> None:
     """Also Adagrad, which makes its states in the constructor."""

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import parametrize_first
 from growing import (
     batch,
     build_model,
@@ -219,7 +218,8 @@ SCHEDULE = [
 ]
 
 
-@parametrize_first("reproducible", ["elastic", "fixed"], first=1)
+@pytest.mark.torture
+@pytest.mark.parametrize("reproducible", ["elastic", "fixed"])
 def test_any_number_of_ranks_and_any_strategy_train_a_loop_alike(
     config_in: Callable[..., Loaded], tmp_path: Path, reproducible: str
 ) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import parametrize_first
 from growing import grow_model, operation, proof, random_gpt
 from shapes import gpt2, llama
 from started import run_ranks
@@ -175,7 +174,8 @@ def curve(run_dir: Path) -> list[float]:
     return [event.loss for event in events if isinstance(event, Train)]
 
 
-@parametrize_first("reproducible", ["elastic", "fixed"], first=1)
+@pytest.mark.torture
+@pytest.mark.parametrize("reproducible", ["elastic", "fixed"])
 def test_any_number_of_ranks_and_any_strategy_train_alike(
     config_in: Callable[..., Loaded], tmp_path: Path, reproducible: str
 ) -> None:

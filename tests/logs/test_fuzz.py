@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cases import parametrize_first
 from figures import times
 from needed import delta_events
 
@@ -128,7 +129,7 @@ def read_or_refused(run: RunDir) -> RunRecord | RecordError:
 
 
 @pytest.mark.repeated
-@pytest.mark.parametrize("share", range(SHARES))
+@parametrize_first("share", range(SHARES), first=2)
 def test_damaged_records_are_read_or_refused(share: int, tmp_path: Path) -> None:
     draw = random.Random(share)
     run = RunDir(tmp_path)

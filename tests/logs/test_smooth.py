@@ -55,6 +55,7 @@ def test_a_weight_outside_is_refused(weight):
         smooth([1.0], weight)
 
 
+@pytest.mark.torture
 def test_ten_million_points_take_seconds_at_most():
     values = np.random.default_rng(0).normal(size=10_000_000)
 

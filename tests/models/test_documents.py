@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases import parametrize_first
 from packed_documents import (
     ARCHITECTURES,
     LLAMA,
@@ -17,7 +18,7 @@ from packed_documents import (
 from instar.models.hf.families import BUILT_IN
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@parametrize_first("kind", ARCHITECTURES, first=7)
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointed"])
 def test_documents_of_a_gpt_do_not_see_each_other(kind: str, checkpointing: bool) -> None:
     check(gpt(ARCHITECTURES[kind], gradient_checkpointing=checkpointing), 1e-6)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from cases import parametrize_first
 from flash import Flash, flash_on_cpu
 from packed_documents import (
     ARCHITECTURES,
@@ -50,7 +51,7 @@ class WithSizes(nn.Module):
         return result
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointed"])
+@parametrize_first("checkpointing", [False, True], ids=["", "checkpointed"], first=7)
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_documents_of_a_gpt_are_computed_by_the_kernel(
     kind: str, checkpointing: bool, flash: Flash
@@ -59,7 +60,7 @@ def test_documents_of_a_gpt_are_computed_by_the_kernel(
     assert flash.calls > 3
 
 
-@pytest.mark.parametrize("kind", sorted(BUILT_IN))
+@parametrize_first("kind", sorted(BUILT_IN), first=6)
 def test_documents_of_models_of_transformers_are_computed_by_the_kernel(
     kind: str, flash: Flash
 ) -> None:

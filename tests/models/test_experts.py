@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import parametrize_first
 from growing import batch, random_gpt
 from shapes import gpt2, llama
 from torch import Tensor
@@ -41,7 +42,8 @@ CONFIG = {
     "vocab_size": 11,
     "max_position_embeddings": 6,
 }
-STYLES = pytest.mark.parametrize("arch", [GPT2, LLAMA], ids=["one per token", "two per token"])
+STYLES = {"one per token": GPT2, "two per token": LLAMA}
+EACH_STYLE = pytest.mark.parametrize("arch", STYLES.values(), ids=list(STYLES))
 
 
 def one_by_one(model: GPT, x_BTD: Tensor) -> Tensor:
@@ -65,7 +67,7 @@ def one_by_one(model: GPT, x_BTD: Tensor) -> Tensor:
     return torch.stack(rows).view_as(x_BTD)
 
 
-@STYLES
+@EACH_STYLE
 def test_a_token_gets_the_weighted_sum_of_its_experts(arch: Architecture) -> None:
     model = random_gpt(arch)
     x_BTD = torch.randn(2, 6, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -107,7 +109,7 @@ def test_an_expert_without_tokens_has_a_gradient_of_zero() -> None:
         ]
 
 
-@STYLES
+@EACH_STYLE
 def test_the_router_learns_from_the_loss(arch: Architecture) -> None:
     model = random_gpt(arch)
     inputs, targets = batch(arch)
@@ -146,7 +148,7 @@ def test_even_routing_has_the_least_balance_loss() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # by dynamo
-@STYLES
+@parametrize_first("arch", STYLES.values(), first=1, ids=list(STYLES))
 def test_recomputed_and_compiled_blocks_have_the_same_gradients(arch: Architecture) -> None:
     model = random_gpt(arch)
     inputs, targets = batch(arch)
@@ -165,7 +167,7 @@ def test_recomputed_and_compiled_blocks_have_the_same_gradients(arch: Architectu
         assert torch.equal(gradient, checkpoint_gradient)
 
 
-@STYLES
+@EACH_STYLE
 def test_kept_keys_and_values_change_nothing(arch: Architecture) -> None:
     model = random_gpt(arch)
     tokens = batch(arch)[0]
@@ -211,7 +213,7 @@ def test_routers_and_biases_are_vectors_of_experts() -> None:
     assert table["blocks.0.mlp.router.weight"].dimensions == 1
 
 
-@STYLES
+@EACH_STYLE
 def test_a_shape_is_the_same_after_json_and_as_a_section(arch: Architecture) -> None:
     assert Architecture.from_dict(arch.to_dict()) == arch
     assert resolve_architecture(section_of(arch), arch.vocab_size) == arch
@@ -255,6 +257,7 @@ def test_all_experts_of_an_upcycled_model_get_tokens() -> None:
         assert share.min() > 0.02
 
 
+@pytest.mark.torture
 def test_models_are_imported_without_the_compiler() -> None:
     """It takes a second."""
     code = "import sys, instar.models.gpt; assert 'torch._dynamo' not in sys.modules"

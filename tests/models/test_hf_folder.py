@@ -157,6 +157,7 @@ def test_a_large_model_is_several_files(tmp_path: Path, max_bytes: int, files: i
     assert all(torch.equal(back[name], weight) for name, weight in model.named_parameters())
 
 
+@pytest.mark.torture
 def test_a_model_in_parts_is_exported_a_tensor_at_a_time(forks: Forks, tmp_path: Path) -> None:
     arch = llama(300, n_layer=32, n_embd=512)
     model = random_model(arch)

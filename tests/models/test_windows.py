@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import parametrize_first
 from growing import batch, random_gpt, values
 from shapes import gpt2, llama
 from torch import Tensor
@@ -28,7 +29,8 @@ WINDOWS = (5, None, 70)
 GPT2 = replace(gpt2(**SIZES), windows=WINDOWS)
 LLAMA = replace(llama(**SIZES), windows=WINDOWS)
 NORMED = replace(LLAMA, qk_norm=True, conv_size=3, tied=True)
-STYLES = pytest.mark.parametrize("arch", [GPT2, LLAMA, NORMED], ids=["gpt2", "llama", "normed"])
+STYLES = {"gpt2": GPT2, "llama": LLAMA, "normed": NORMED}
+EACH_STYLE = pytest.mark.parametrize("arch", STYLES.values(), ids=list(STYLES))
 
 
 def dense(
@@ -107,7 +109,7 @@ def oracle(model: GPT, tokens: Tensor, monkeypatch: pytest.MonkeyPatch) -> Tenso
     return logits
 
 
-@STYLES
+@parametrize_first("arch", STYLES.values(), first=1, ids=list(STYLES))
 def test_a_model_is_that_of_dense_masks(
     arch: Architecture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,7 +137,7 @@ def fill_weights(model: GPT, source: GPT) -> GPT:
     return model
 
 
-@STYLES
+@EACH_STYLE
 @pytest.mark.parametrize("prompt", [1, 3, 100])
 def test_a_cache_changes_no_logits_and_holds_the_window(arch: Architecture, prompt: int) -> None:
     model = random_gpt(arch).eval()

@@ -259,7 +259,8 @@ def test_what_a_run_cannot_do_is_refused_before_it_starts(
     prepare_run("checkpoint.keep_every=2", entry(4, 5))
 
 
-@parametrize_first("reproducible", ["elastic", "fixed"], first=1)
+@pytest.mark.torture
+@pytest.mark.parametrize("reproducible", ["elastic", "fixed"])
 def test_any_number_of_ranks_and_any_strategy_have_the_same_mean(
     config_in: Callable[..., Loaded], tmp_path: Path, reproducible: str
 ) -> None:

@@ -120,6 +120,7 @@ def test_a_branch_is_as_a_run_that_decays(cfg: Path, original_trunk: Path, tmp_p
     }
 
 
+@pytest.mark.torture
 def test_ranks_that_share_a_model_save_its_branches(cfg: Path, tmp_path: Path) -> None:
     shared = "parallel.strategy=fsdp"
     train(cfg, tmp_path / "trunk", [SMALL], "train.until=[8it]", shared, ranks=2)

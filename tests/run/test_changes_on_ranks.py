@@ -75,6 +75,7 @@ def one_rank_run(cfg: Path) -> Path:
     return run_dir
 
 
+@pytest.mark.torture
 def test_any_number_of_ranks_changes_alike(cfg: Path, one_rank_run: Path, tmp_path: Path) -> None:
     curves = {}
     three_ranks_run = tmp_path / "several"
@@ -128,6 +129,7 @@ GROWTH = [
 ]
 
 
+@pytest.mark.torture
 def test_a_live_run_and_its_checkpoint_grow_into_the_same(
     config: Callable[..., Loaded], tmp_path: Path
 ) -> None:

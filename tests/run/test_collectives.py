@@ -105,6 +105,7 @@ def test_ddp_sends_the_flags_and_the_gradients_once(
         assert len(sizes["all_reduce"]) == 1
 
 
+@pytest.mark.torture
 def test_gradients_travel_in_half_as_many_bytes(place: tiny_run.Place) -> None:
     sizes = []
     for exchange in ("float32", "bfloat16"):
@@ -168,6 +169,7 @@ def test_other_strategies_send_as_often_as_their_pages_say(
         assert counts == {kind: STEPS * number for kind, number in expected.items()}
 
 
+@pytest.mark.torture
 def test_local_steps_send_nothing_before_their_round_ends(place: tiny_run.Place) -> None:
     """Steps 7 to 9 of rounds of 3: flags, counts, and the mean of weights and states in two messages."""
     keys = ("parallel.strategy=diloco", "parallel.diloco.sync_every=3")
@@ -176,6 +178,7 @@ def test_local_steps_send_nothing_before_their_round_ends(place: tiny_run.Place)
         assert counts == {"all_gather": 3, "all_to_all": 1}
 
 
+@pytest.mark.torture
 def test_rounded_gradients_that_are_not_finite_are_skipped_by_all_and_a_resumed_run_is_the_same(
     place: tiny_run.Place,
 ) -> None:

@@ -62,8 +62,8 @@ def tensors(run: Trainer) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "keys", "changes"), CASES, ids=lambda part: json.dumps(part)[:40]
+@parametrize_first(
+    ("name", "value", "keys", "changes"), CASES, ids=lambda part: json.dumps(part)[:40], first=7
 )
 def test_a_value_is_in_force_from_its_step_on_as_if_a_resume_had_set_it(
     trainer: Make, name: str, value: Any, keys: tuple[str, ...], changes: dict[str, Any]
@@ -191,7 +191,8 @@ def curve(run_dir: Path) -> list[float]:
     return [event.loss for event in events if isinstance(event, Train)]
 
 
-@parametrize_first("reproducible", ["elastic", "fixed"], first=1)
+@pytest.mark.torture
+@pytest.mark.parametrize("reproducible", ["elastic", "fixed"])
 def test_any_number_of_ranks_and_any_strategy_have_the_same_values(
     config_in: Callable[..., Loaded], tmp_path: Path, reproducible: str
 ) -> None:

@@ -248,6 +248,7 @@ def test_an_evaluation_that_a_stop_cut_short_is_made_by_the_resumed_run(
     assert steps_of(run_dir, "eval") == due
 
 
+@pytest.mark.torture
 def test_a_model_grows_with_its_outer_momentum(place: tiny_run.Place) -> None:
     """Saves compare the ranks' tensors, so that they pass says that these are equal."""
     schedule = [

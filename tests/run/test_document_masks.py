@@ -106,7 +106,7 @@ def loss_alone(model: nn.Module, source: Source) -> tuple[float, int]:
     return math.fsum(sums) / targets, count
 
 
-@pytest.mark.parametrize("kind", ["gpt", "chats"])
+@parametrize_first("kind", ["gpt", "chats"], first=1)
 def test_a_run_evaluates_documents_alone_on_any_ranks(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,7 +140,7 @@ WAYS = {
 }
 
 
-@parametrize_first("way", [*WAYS], first=3)
+@parametrize_first("way", [*WAYS], first=1)
 def test_masks_hold_however_ranks_share_the_work(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

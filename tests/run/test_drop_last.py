@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import science
-from cases import parametrize_first
 from tiny_run import Place, codes, events, output_of, weights
 
 from instar.checkpoint.store import load_checkpoint
@@ -99,7 +98,8 @@ def steps_of(run_dir: Path) -> list[tuple[int, float]]:
     return [(event["tokens"], event["loss"]) for event in events(run_dir, "train")]
 
 
-@parametrize_first("ranks", [2, 1], first=1)
+@pytest.mark.torture
+@pytest.mark.parametrize("ranks", [2, 1])
 def test_whole_steps_only_also_after_a_resume_anywhere(place: Place, ranks: int) -> None:
     keys = (*NORMED, "task=science:Halves", "data.drop_last=true", "train.batch_size=10")
     totals = preflight(load_config("run.yaml", keys), ranks).forecast.early

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from cases import parametrize_first
 from forks import Forks, children_as_ranks
 from needed import needs
 from tiny_run import CONFIG, STEPS, TEXT, Place, codes, events, output_of
@@ -77,7 +76,8 @@ def means(single: Path, ends: Sequence[int]) -> dict[int, float]:
     return sums
 
 
-@parametrize_first("ranks", [2, 1], first=1)
+@pytest.mark.torture
+@pytest.mark.parametrize("ranks", [2, 1])
 def test_every_step_is_in_the_record_also_of_a_run_that_was_stopped(
     place: Place, ranks: int
 ) -> None:
@@ -143,7 +143,8 @@ def test_a_run_leaves_nothing_half_deleted(place: Place) -> None:
     assert list(folder.glob(".*")) == []
 
 
-@parametrize_first("ranks", [2, 1], first=1)
+@pytest.mark.torture
+@pytest.mark.parametrize("ranks", [2, 1])
 def test_a_script_that_trains_again_and_again_keeps_nothing(place: Place, ranks: int) -> None:
     settings = ["train.until=4it"]
     settings += ["reproducible=elastic", "parallel.elastic.threads=1"] if ranks == 1 else []
@@ -164,6 +165,7 @@ def test_a_script_that_trains_again_and_again_keeps_nothing(place: Place, ranks:
     assert max(e["rss"] for e in late) - max(e["rss"] for e in early) < 40 << 20
 
 
+@pytest.mark.torture
 def test_a_resume_starts_no_workers_for_what_is_over(place: Place) -> None:
     run_dir = place.path / "run"
     contexts = [(3, 8), (6, 12), (9, 16), (12, 8)]

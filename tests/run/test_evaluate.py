@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import science
 import torch
+from cases import parametrize_first
 from forks import children_as_ranks
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -258,7 +259,7 @@ def test_any_number_of_ranks_gets_the_same_bits(tmp_path: Path) -> None:
     assert output.splitlines() == [repr(evaluation.metrics) for evaluation in expected]
 
 
-@pytest.mark.parametrize("every", [1, 2])
+@parametrize_first("every", [1, 2], first=5)
 @pytest.mark.parametrize("batch_size", [5, 8, 12, 36, 50])
 def test_evaluations_by_epochs_are_at_their_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int, batch_size: int

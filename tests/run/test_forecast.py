@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import parametrize_first
 
 from instar.record.events import OperationEvent, Train, read_events
 from instar.run.start.preflight import Prepared
@@ -35,7 +36,7 @@ ON_LOSS = [
 """Every evaluation is below the bounds, as the earliest steps of a forecast suppose."""
 
 
-@pytest.mark.parametrize("schedule", [COUNTED, ON_LOSS])
+@parametrize_first("schedule", [COUNTED, ON_LOSS], first=1)
 def test_operations_fire_where_the_forecast_says(
     trainer: Callable[..., Trainer],
     prepare_run: Callable[..., Prepared],
@@ -76,7 +77,7 @@ RATES: tuple[tuple[list[dict[str, Any]], tuple[str, ...]], ...] = (
 )
 
 
-@pytest.mark.parametrize("number", range(len(RATES)))
+@parametrize_first("number", range(len(RATES)), first=4)
 def test_steps_rates_samples_and_epochs_are_those_of_the_forecast(
     trainer: Callable[..., Trainer],
     prepare_run: Callable[..., Prepared],

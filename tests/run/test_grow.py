@@ -321,6 +321,7 @@ print(json.dumps(max(peak, own_bytes()) - before))
 """
 
 
+@pytest.mark.torture
 def test_memory_holds_one_tensor_at_a_time(tmp_path: Path) -> None:
     settings = ["model.n_layer=16", "model.n_head=4", "model.n_embd=128"]
     source = save_run(tmp_path / "run", settings)

@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from cases import parametrize_first
 from forks import INSTAR, children_as_ranks, forks
 from started import run_ranks
 
@@ -107,7 +108,7 @@ def test_a_run_of_its_own_config_is_the_same_run(
             assert weights(place / name) == weights(former)
 
 
-@pytest.mark.parametrize("line", [r"^ *14 .*loss", r"^run trunk\.1L "])
+@parametrize_first("line", [r"^ *14 .*loss", r"^run trunk\.1L "], first=1)
 def test_a_killed_family_ends_as_one_that_was_not(
     cfg: Path, family: Path, tmp_path: Path, line: str
 ) -> None:

@@ -103,6 +103,7 @@ def test_a_rank_has_the_weights_gradients_and_moments_that_were_forecast(
     assert actual.at_end["gradients"] == pytest.approx(actual.forecast.kept_bytes, rel=0.15)
 
 
+@pytest.mark.torture
 def test_four_ranks_that_share_a_model_have_a_quarter_each(
     measure_way: Measure,
 ) -> None:

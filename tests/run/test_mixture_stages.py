@@ -133,6 +133,7 @@ def test_shares_are_exact_in_every_prefix_of_every_stage_and_parts_go_on_in_thei
     assert run.state.progress.samples == sum(BATCHES)
 
 
+@pytest.mark.torture
 def test_a_killed_run_draws_the_same_samples(
     trainer: Callable[..., Trainer], sources: Path, tmp_path: Path
 ) -> None:

@@ -92,6 +92,7 @@ def test_small_slices_are_measured_less_often(prepare_run: Callable[..., Prepare
     assert intervals == {1: None, 4: 100, 6: 67, 8: 50, 64: 50}
 
 
+@pytest.mark.torture
 def test_it_is_the_noise_scale_of_the_samples(trainer: Callable[..., Trainer]) -> None:
     run = trainer("train.batch_size=32", "train.gradient_accumulation_steps=1")
     parts = run.parts

@@ -13,7 +13,6 @@ import pytest
 import science
 import tiny_run
 import torch
-from cases import parametrize_first
 from forks import children_as_ranks, forks
 
 from instar.config.load import Loaded, load_config
@@ -143,7 +142,8 @@ def test_a_run_that_goes_on_keeps_what_it_began_with(tmp_path: Path) -> None:
     assert not continued_run.changes
 
 
-@parametrize_first(("older", "expected"), [(1, "fp32"), (2, "bf16")], first=1)
+@pytest.mark.torture
+@pytest.mark.parametrize(("older", "expected"), [(1, "fp32"), (2, "bf16")])
 def test_all_ranks_must_have_units(tmp_path: Path, older: int, expected: str) -> None:
     """Two real ranks, of which the one numbered `older`, if any, is an older processor."""
     place = tiny_run.Place(tmp_path, science.forks())

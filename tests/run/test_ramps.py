@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cases import parametrize_first
 from forks import Forks
 from tiny_run import CONFIG, STEPS, TEXT, Place, codes, events, output_of, weights
 
@@ -131,7 +130,8 @@ def follows_the_noise(place: Place) -> Path:
     return ran(place, "follows", *ELASTIC_NOISE)
 
 
-@parametrize_first("strategy", ["ddp", "fsdp"], first=1)
+@pytest.mark.torture
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_batch_that_follows_the_noise_is_the_same_on_resume_and_on_ranks(
     place: Place, follows_the_noise: Path, strategy: str
 ) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import science
-from cases import parametrize_first
 from needed import needs
 from tiny_run import Place, codes, events, fingerprint, output_of, weights
 
@@ -43,7 +42,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     return science.place(tmp_path)
 
 
-@parametrize_first("drawing", [BALANCE, WEIGHTS], first=1)
+@pytest.mark.torture
+@pytest.mark.parametrize("drawing", [BALANCE, WEIGHTS])
 def test_ranks_stops_batches_and_growth_change_no_bit(place: Place, drawing: str) -> None:
     def run(name: str, *keys: str, ranks: int) -> Path:
         run_dir = place.path / name

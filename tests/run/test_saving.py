@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import science
 import torch
+from cases import parametrize_first
 from live import carry_out, restore, save_when_due
 from tiny_run import codes, events, output_of
 
@@ -119,7 +120,7 @@ def steps_of_epochs(run: Trainer) -> list[int]:
     return [manifest.step for manifest in manifests]
 
 
-@pytest.mark.parametrize("at_end", [True, False])
+@parametrize_first("at_end", [True, False], first=4)
 @pytest.mark.parametrize("stopped_at", [None, 3, 6, 7])
 def test_an_operation_that_changes_the_samples_ends_no_epoch_and_hides_none(
     trainer: Make, at_end: bool, stopped_at: int | None

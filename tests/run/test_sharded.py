@@ -299,6 +299,7 @@ def test_blocks_are_compiled_each_and_share_a_graph(place: tiny_run.Place) -> No
     assert len(graphs) == 2 * 2, "on each of two ranks, of the model before and after its growth"
 
 
+@pytest.mark.torture
 def test_parameters_with_fewer_rows_than_shards_and_buffers(tmp_path: Path) -> None:
     """A user's task whose last layer has two rows, on four ranks; its test runs on the best weights,
     which are read into shards as well."""

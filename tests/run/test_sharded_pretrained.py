@@ -11,7 +11,6 @@ import pytest
 import science
 import tiny_run
 import torch
-from cases import parametrize_first
 from pretrained import write_model, write_place
 from small_models import CHANGES, SIZES
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -105,7 +104,8 @@ def test_a_model_that_began_without_memory_has_its_buffers(kind: str) -> None:
     assert torch.equal(bare.eval()(tokens), reference(tokens))
 
 
-@parametrize_first("kind", sorted(BUILT_IN), first=1)
+@pytest.mark.torture
+@pytest.mark.parametrize("kind", sorted(BUILT_IN))
 def test_shards_are_the_same_run_bit_for_bit(kind: str, tmp_path: Path) -> None:
     place = place_of(kind, tmp_path)
     operations = GPT2_GROWTH if kind == "gpt2" else GROWTH

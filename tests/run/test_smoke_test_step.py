@@ -113,7 +113,7 @@ def test_the_line_of_the_users_code_is_named(attempt: Try) -> None:
         attempt("mistaken:Leaving")
 
 
-@parametrize_first("task", ["Tensors", "Lists", "Rows", "Tupled", "Arrays", "Mapped"], first=2)
+@parametrize_first("task", ["Tensors", "Lists", "Rows", "Tupled", "Arrays", "Mapped"], first=1)
 def test_samples_in_other_forms_are_the_same_samples(place: Place, attempt: Try, task: str) -> None:
     assert attempt(f"mistaken:{task}") == []
     stop = "train.until=[6it]"

@@ -76,6 +76,7 @@ def test_all_ranks_leave_at_the_step_that_the_metrics_say(place: Place, case: st
         assert result(run_dir)["step"] == best
 
 
+@pytest.mark.torture
 def test_elastic_ranks_judge_stop_and_test_bit_for_bit_alike(place: Place) -> None:
     """Two ranks are compared in tests/examples/test_causal_sets.py."""
     results = {}
@@ -163,7 +164,8 @@ def rates(run_dir: Path) -> dict[int, float]:
     return {event["step"]: event["lr"] for event in events(run_dir, "train")}
 
 
-@parametrize_first("ranks", [2, 1], first=1)
+@pytest.mark.torture
+@pytest.mark.parametrize("ranks", [2, 1])
 def test_the_rate_falls_where_the_metric_stands_still_and_so_after_resuming(
     place: Place, ranks: int
 ) -> None:

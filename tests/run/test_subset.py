@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from cases import parametrize_first
 from forks import Forks
 from tiny_run import CONFIG, TEXT, Place, codes, events, fingerprint, output_of, weights
 
@@ -41,7 +40,8 @@ def ran(place: Place, name: str, *keys: str, ranks: int = 1) -> Path:
     return run_dir
 
 
-@parametrize_first("ranks", [2, 4], first=1)
+@pytest.mark.torture
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_stops_and_contexts_train_on_the_same_part(place: Place, ranks: int) -> None:
     one_rank = ran(place, "alone")
     expected = fingerprint(one_rank, STEPS)

@@ -99,6 +99,7 @@ def test_any_number_of_ranks_tests_every_sample_once_and_alike(place: Place, sam
     assert at_end["confusion"] == {"side": counts}
 
 
+@pytest.mark.torture
 def test_ranks_on_hosts_without_a_shared_disk_are_refused(place: Place) -> None:
     host = place.path / "host"
     shutil.copytree(place.path, host, ignore=shutil.ignore_patterns("host"))

@@ -185,7 +185,7 @@ def place(tmp_path: Path) -> Place:
         *(ODD := ("adafactor", "rprop", "asgd", "adagrad")),
         *(name for name in NEW if name not in ODD),
     ],
-    first=3,
+    first=1,
 )
 def test_a_run_grows_and_is_the_same_on_two_ranks_and_resumed(name: str, place: Place) -> None:
     """Its proof of growth holds, under DDP and, where rows can be updated alone, in shards."""

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ways
+from cases import parametrize_first
 from forks import INSTAR, Forks
 
 from instar.config.errors import ConfigError
@@ -130,9 +131,10 @@ def test_ranks_agree_on_what_a_step_weighs(steps: Callable[..., list[dict[str, A
     assert diloco_losses[-1][1] == on_one_rank[-1][1]
 
 
-@pytest.mark.parametrize(
+@parametrize_first(
     "way",
     [ways.Way(1), ways.Way(2), ways.Way(3), ways.Way(2, "dispatched"), ways.Way(1, workers=2)],
+    first=8,
 )
 @pytest.mark.parametrize("kind", ["masked", "a masked stream", "a masked mixture"])
 def test_a_step_weighs_the_targets_of_its_samples(tmp_path: Path, kind: str, way: ways.Way) -> None:

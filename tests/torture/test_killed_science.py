@@ -14,6 +14,7 @@ from typing import Any
 import figures
 import pytest
 import science
+from cases import parametrize_first
 from forks import LIMIT_S, Child, Forks, children_as_ranks
 from science import MOMENTS, evaluations, pointer_target, result
 from tiny_run import Place, codes, events, output_of
@@ -164,7 +165,7 @@ def test_a_run_that_ended_at_a_loss_and_died_in_its_test_is_still_at_its_end(
     assert result(run_dir)["step"] == stop["step"]
 
 
-@pytest.mark.parametrize(("size", "victims"), [(1, (0,)), (2, (1,))])
+@parametrize_first(("size", "victims"), [(1, (0,)), (2, (1,))], first=1)
 def test_sigterm_in_the_test_ends_it_and_it_is_made_again(
     place: Place,
     expected_end: Callable[[int], dict[str, Any]],

@@ -110,6 +110,7 @@ jobs:
     assert not place.living_pids()
 
 
+@pytest.mark.torture
 @pytest.mark.timeout(420)  # Ray starts some ten processes per node, slowly on a busy machine
 def test_a_run_whose_worker_is_killed_begins_again_as_often_as_allowed_and_completes_once(
     place: FleetPlace, cluster: ray_cluster.Cluster

@@ -47,6 +47,7 @@ def _weights(run: Path) -> str:
     return hashlib.sha256((checkpoint / "model.safetensors").read_bytes()).hexdigest()
 
 
+@pytest.mark.torture
 def test_a_killed_fleet_goes_on_and_the_same_seed_gives_the_same_weights(
     place: FleetPlace,
 ) -> None:

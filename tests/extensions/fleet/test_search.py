@@ -130,6 +130,7 @@ def test_a_sampler_learns_and_a_pruner_stops_what_falls_behind(tmp_path: Path) -
     assert not player.messages
 
 
+@pytest.mark.torture
 def test_what_is_drawn_depends_on_seed_index_and_results_alone(tmp_path: Path) -> None:
     """Wherever a launcher is killed: the next one draws what it would have drawn."""
     reference, parts, other = (Player(tmp_path / name) for name in ("whole", "parts", "other"))

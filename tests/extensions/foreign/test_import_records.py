@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import parametrize_first
 from tool_records import TOOLS, Written
 from written_runs import write_run as write_run
 
@@ -81,7 +82,7 @@ def test_an_axis_that_a_record_does_not_have_is_named(
     assert "loss" in instar("logs", "compare", folder, "runs/mine-abcde").stdout
 
 
-@pytest.mark.parametrize("tool", TOOLS)
+@parametrize_first("tool", TOOLS, first=4)
 def test_a_record_is_read_beside_runs_of_our_own(
     tool: str, record_of: RecordOf, instar: Instar, place: Path
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import parametrize_first
 from forks import Forks
 from nano_gpt import TEXT, Training, ids_of, learning_rate, random_steps, write_data
 from torch import Tensor
@@ -76,7 +77,7 @@ def held_out_loss(training: Training) -> float:
     return total / (len(ids) - 1)
 
 
-@pytest.mark.parametrize(
+@parametrize_first(
     ("training", "prefix"),
     [
         (Training(), ""),
@@ -85,6 +86,7 @@ def held_out_loss(training: Training) -> float:
         (Training(masks=True), "module."),
     ],
     ids=["as saved now", "compiled, without biases", "before May 2023", "masks saved, DDP"],
+    first=2,
 )
 def test_a_run_goes_on_as_it_would_have_there(
     training: Training, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

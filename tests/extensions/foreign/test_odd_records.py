@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import parametrize_first
 from tool_records import Written
 from typed import run_commands as typed_elsewhere
 
@@ -127,7 +128,7 @@ def flip_bit(content: bytes, position: int) -> bytes:
 
 
 @pytest.mark.usefixtures("_packages")
-@pytest.mark.parametrize("tool", ["wandb", "tensorboard"])
+@parametrize_first("tool", ["wandb", "tensorboard"], first=1)
 def test_a_binary_log_is_read_up_to_any_damage(tool: str, record_of: RecordOf) -> None:
     pattern = {"wandb": "*.wandb", "tensorboard": "*tfevents*"}[tool]
     (path,) = record_of(tool).path.rglob(pattern)

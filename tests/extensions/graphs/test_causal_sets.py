@@ -198,6 +198,7 @@ def by_value(
     return share[np.searchsorted(edges, test)] > 0.5
 
 
+@pytest.mark.torture
 def test_the_ordering_fraction_alone_tells_no_more_than_chance() -> None:
     options = CausalSetsConfig(sets=3000, min_points=64, max_points=96)
     sets = causal_sets(options, 0, 0, options.sets)

@@ -66,7 +66,7 @@ def test_a_model_without_an_end_is_refused_by_name(folder: Path) -> None:
         load_policy(str(folder), "arithmetic")
 
 
-@parametrize_first("kind", ["qwen3", "gemma2", "llama", "llama2"], first=2)
+@parametrize_first("kind", ["qwen3", "gemma2", "llama", "llama2"], first=1)
 def test_texts_and_chats_become_what_transformers_makes_of_them(kind: str, tmp_path: Path) -> None:
     write_tokenizer(kind, tmp_path)
     tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path)

@@ -88,7 +88,7 @@ GPT = {
 }
 
 
-@pytest.fixture(scope="module", params=["gpt", "llama"])
+@pytest.fixture(scope="module", params=["gpt", pytest.param("llama", marks=pytest.mark.torture)])
 def run(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Harness, Path]:
@@ -149,6 +149,7 @@ def test_the_harness_measures_the_same_on_what_is_exported(run: tuple[Harness, P
         assert greedy == their_greedy
 
 
+@pytest.mark.torture
 def test_a_run_trains_as_without_the_hook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The harness seeds the generators of the process, and dropout draws from them."""
     monkeypatch.chdir(tmp_path)

@@ -7,11 +7,14 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from instar.config.load import load_config
 
 Instar = Callable[..., subprocess.CompletedProcess[str]]
 
 
+@pytest.mark.torture
 def test_the_rate_that_is_printed_can_be_put_into_the_config(instar: Instar, place: Path) -> None:
     result = instar("find", "lr", "tiny.yaml", "--steps", "8", "-o", "rates.png")
     (line,) = [line for line in result.stdout.splitlines() if line.startswith("optimizer.lr: ")]

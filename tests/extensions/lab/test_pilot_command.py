@@ -75,6 +75,7 @@ def test_a_pilot_predicts_what_is_saved_and_goes_on(instar: Instar, growing_plac
     assert "other settings of optimizer.lr" in fast.stdout.replace("\n            ", " ")
 
 
+@pytest.mark.torture
 def test_a_schedule_that_a_preset_made_is_measured(instar: Instar, place: Path) -> None:
     with (place / "tiny.yaml").open("a") as file:
         file.write("preset: family\n")

@@ -271,6 +271,7 @@ def test_where_nothing_is_better_no_schedule_is_written(
     assert (report["file"], report["complete"]) == (None, True)
 
 
+@pytest.mark.torture
 def test_a_search_of_something_else_is_not_gone_on_with(
     search_folder: Path, instar: Instar, place: Path
 ) -> None:
