@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable
@@ -199,6 +200,22 @@ def test_what_a_stopped_run_would_carry_out_is_listed_and_given_up(
     assert events(place / "run", "train")[-1]["lr"] < 1.0
     assert list(folder.glob("*.apply")) == []
     assert list(folder.glob("*.cancel")) == []
+
+
+def test_what_waits_is_that_of_the_checkpoint_to_which_a_resume_walks_back(
+    instar: Instar, place: Path
+) -> None:
+    schedule = [
+        {"name": "set_clip", "value": 0.5, "when": {"at_step": 2}},
+        {"name": "set_clip", "value": 0.25, "when": {"at_step": 5}},
+    ]
+    keys = (f"schedule={json.dumps(schedule)}", "checkpoint.every_steps=3", "train.until=[6it]")
+    sets = [word for key in ("record.run_dir=run", *keys) for word in ("--set", key)]
+    instar("train", "tiny.yaml", *sets)
+    shutil.rmtree(place / "run" / "checkpoints" / "step-6")
+    rows = instar("control", "run", "list").stdout
+    assert "entry=1 " in rows, "a resume goes on from step-3, and carries it out again"
+    assert "entry=0 " not in rows, "step-3 has it"
 
 
 def test_what_is_due_at_once_and_what_is_not_possible_any_more_can_be_given_up(

@@ -260,3 +260,9 @@ def test_a_forecast_says_which_keys_change_and_what_changes_nothing(
     change_text = render_change(before, after, "token", 1)
     assert "train.clip 1.0 → 0.5" in change_text
     assert "nothing changes" not in change_text
+    again, rate, restart = ready.forecast.stages[2:5]
+    assert "nothing changes" in render_change(after, again, "token", 1)
+    assert "nothing changes" in render_change(again, rate, "token", 1)
+    restart_text = render_change(rate, restart, "token", 1)
+    assert "the learning rate schedule restarts at this step" in restart_text
+    assert "nothing changes" not in restart_text

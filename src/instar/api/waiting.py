@@ -7,8 +7,9 @@ from typing import Any
 
 import msgspec
 
-from instar.checkpoint.manifest import CheckpointError, Manifest, read_manifest
-from instar.checkpoint.store import load_checkpoint
+from instar.checkpoint.listing import latest_intact
+from instar.checkpoint.manifest import CheckpointError, Manifest
+from instar.checkpoint.store import Checkpoint
 from instar.config.errors import ConfigError, InstarError
 from instar.config.files import read_regular
 from instar.config.schema import RunConfig
@@ -78,8 +79,9 @@ def _at_rest(run: RunDir) -> Waiting:
     Raises:
         InstarError, LookupError, OSError, TypeError, ValueError: the run cannot be read.
     """
-    manifest, path = latest_manifest(run), run.latest_checkpoint()
-    state: Mapping[str, Any] = {} if path is None else load_checkpoint(path, check=False).state
+    checkpoint = _latest_readable(run)
+    manifest = None if checkpoint is None else checkpoint.manifest
+    state: Mapping[str, Any] = {} if checkpoint is None else checkpoint.state
     request_state = msgspec.convert(state, _RequestState)
     history = history_from_json(manifest.history if manifest is not None else ())
     config = config_in_force(run)
@@ -118,10 +120,15 @@ def _row(
 
 
 def latest_manifest(run: RunDir) -> Manifest | None:
-    """Return the manifest of the latest checkpoint; None if there is none that can be read."""
+    """Return the manifest of the checkpoint that a resume goes on from; None if none can be read."""
+    checkpoint = _latest_readable(run)
+    return None if checkpoint is None else checkpoint.manifest
+
+
+def _latest_readable(run: RunDir) -> Checkpoint | None:
+    """Return the latest checkpoint whose manifest and state can be read, as a resume walks back to it."""
     try:
-        path = run.latest_checkpoint()
-        return None if path is None else read_manifest(path)
+        return latest_intact(run.path, check=False)[0]
     except (OSError, ValueError, CheckpointError):
         return None
 

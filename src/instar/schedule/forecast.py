@@ -61,8 +61,13 @@ from instar.schedule.triggers import (
 )
 from instar.tasks.task import TaskSpec
 
-_UNSEEN = (BRANCH, ADJUST_BATCH, AVERAGE, RESTART_LR.name)
-"""Operations that do something, although a forecast's settings stay the same."""
+UNSEEN_EFFECTS = {
+    BRANCH: "a branch starts here, in a folder of its own; the run itself goes on as before",
+    ADJUST_BATCH: "the batch size is measured and set when the operation is carried out",
+    AVERAGE: "the weights become the mean of the checkpoints",
+    RESTART_LR.name: "the learning rate schedule restarts at this step",
+}
+"""What operations do although the settings of a forecast stay the same."""
 
 
 @dataclass(frozen=True)
@@ -455,7 +460,7 @@ def _leg(before: State, entry: Entry, spec: TaskSpec, world_size: int) -> Leg:
         key: (values(state.config)[key], value)
         for key, value in changed_config(state.config, after.config).items()
     }
-    is_idle = plan is None and after == state and entry.operation.name not in _UNSEEN
+    is_idle = plan is None and after == state and entry.operation.name not in UNSEEN_EFFECTS
     return Leg(entry, after, pace_of(after, spec), plan, config_changes=changes, is_idle=is_idle)
 
 

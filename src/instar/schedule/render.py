@@ -8,7 +8,7 @@ from dataclasses import fields
 
 from instar.config.origins import in_yaml
 from instar.record.format import bytes_text, scientific, si, sizes_text
-from instar.schedule.forecast import BranchForecast, Forecast, Stage, Totals
+from instar.schedule.forecast import UNSEEN_EFFECTS, BranchForecast, Forecast, Stage, Totals
 from instar.schedule.settings import Settings
 
 _LABEL = 12
@@ -54,7 +54,8 @@ def render_change(before: Stage, after: Stage, unit: str, world_size: int) -> st
     rows_before = _rows(before, unit, world_size)
     rows += [row for row in _rows(after, unit, world_size) if row not in rows_before]
     if len([row for row in rows if row[1]]) == 1:
-        rows.append(("", ["nothing changes"]))
+        name = after.operation.partition(" ")[0]
+        rows.append(("", [UNSEEN_EFFECTS.get(name, "nothing changes")]))
     return "\n".join(line for label, texts in rows for line in wrapped_row(label, texts))
 
 
