@@ -113,6 +113,12 @@ def test_the_line_of_the_users_code_is_named(attempt: Try) -> None:
         attempt("mistaken:Leaving")
 
 
+def test_another_mistake_of_samples_in_float64_has_no_hint_about_their_type(attempt: Try) -> None:
+    with pytest.raises(ConfigError, match="KeyError: 'label'") as caught:
+        attempt("mistaken:DoubleWithoutColumn")
+    assert "astype" not in str(caught.value)
+
+
 @parametrize_first("task", ["Tensors", "Lists", "Rows", "Tupled", "Arrays", "Mapped"], first=1)
 def test_samples_in_other_forms_are_the_same_samples(place: Place, attempt: Try, task: str) -> None:
     assert attempt(f"mistaken:{task}") == []

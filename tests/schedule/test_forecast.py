@@ -2,6 +2,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,19 @@ def test_the_stage_describes_the_shape() -> None:
     assert (stage.first_step, stage.latest_step) == (0, 0)
     assert stage.parameters == count_parameters(stage.architecture)
     assert stage.flops_per_token == flops_per_token(stage.architecture)
+
+
+def test_samples_that_are_the_unit_are_counted_once_and_no_row_is_empty() -> None:
+    plain = foretold()
+    shapeless = replace(plain.stages[0], style=[("shape", [""])])
+    forecast = replace(
+        plain, stages=(shapeless,), unit="sample", dataset_tokens=48, samples_per_epoch=48
+    )
+    lines = render(forecast).splitlines()
+    assert "data        48 samples" in lines
+    assert "shape" not in lines
+    weighted = render(replace(forecast, dataset_tokens=60))
+    assert "data        60 samples, 48 samples" in weighted
 
 
 def test_totals_stay_open_when_only_the_clock_ends_the_run() -> None:

@@ -486,6 +486,16 @@ class NoColumn(Halves):
         return F.cross_entropy(model(batch["x"]), batch["label"])
 
 
+class DoubleWithoutColumn(Halves):
+    """Samples in float64, which is not what fails."""
+
+    def samples(self) -> Any:
+        return points(self) | {"x": points(self)["x"].astype("f8")}
+
+    def loss(self, model: nn.Module, batch: Batch) -> Any:
+        return F.cross_entropy(model(batch["x"].float()), batch["label"])
+
+
 class ListMeasure(Halves):
     def measure(self, model: nn.Module, batch: Batch) -> Any:
         return list(super().measure(model, batch).values())

@@ -168,7 +168,7 @@ def _rows(stage: Stage, unit: str, world_size: int) -> list[Row]:
     if stage.steps_per_epoch is not None:
         left_out = f", data.drop_last leaves out {stage.left_out:,}" if stage.left_out else ""
         rows.append(("epoch", [f"{stage.steps_per_epoch:,} steps{left_out}"]))
-    return [row for row in rows if row[1]]
+    return [row for row in rows if any(row[1])]
 
 
 def _by_strategy(forecast: Forecast) -> list[Row]:
@@ -195,7 +195,10 @@ def _totals(forecast: Forecast) -> list[Row]:
     """Return the rows about the run as a whole."""
     data = "not prepared yet, or a stream: epochs are not known"
     if forecast.dataset_tokens is not None:
-        data = f"{si(forecast.dataset_tokens)} {forecast.unit}s, {forecast.samples_per_epoch:,} samples"
+        units = f"{si(forecast.dataset_tokens)} {forecast.unit}s, "
+        if forecast.unit == "sample" and forecast.dataset_tokens == forecast.samples_per_epoch:
+            units = ""
+        data = f"{units}{forecast.samples_per_epoch:,} samples"
     sizes = [sizes_text(forecast.splits)] if forecast.splits else []
     drawing = [forecast.drawing] if forecast.drawing else []
     rows: list[Row] = [

@@ -378,7 +378,7 @@ class _Trial:
         except (Exception, SystemExit) as error:
             message = str(error) if isinstance(error, RunFailed) else what_happened(error)
             batch = f"; the batch has {_columns_text(samples)}" if samples is not None else ""
-            hint = hint or _hint(samples, model)
+            hint = hint or _hint(message, samples, model)
             raise self._error(f"{what} failed: {message}{batch}", hint) from error
 
     def _error(self, message: str, hint: str = "") -> ConfigError:
@@ -393,9 +393,9 @@ def _group_values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def _hint(samples: Columns | None, model: Module | None) -> str:
+def _hint(message: str, samples: Columns | None, model: Module | None) -> str:
     """Return a hint about float64 samples: NumPy's default, which most models do not accept."""
-    if samples is None or model is None:
+    if samples is None or model is None or "double" not in message.lower():
         return ""
     if any(parameter.dtype == torch.float64 for parameter in model.parameters()):
         return ""
