@@ -319,7 +319,7 @@ def test_a_running_run_is_asked_in_a_browser(tmp_path: Path) -> None:
         assert not list((run_dir / "control").glob("*.apply"))
         operation_field.fill("change_lr=0.5")
         panel.get_by_role("button", name="Apply").click()
-        expect(status).to_contain_text("the run takes it in")
+        expect(status).to_contain_text("the run handles it between two steps")
         expect(page.get_by_role("table", name="Operations")).to_contain_text("asked for by")
         operation_field.fill("change_lr=0.25 when={at_step: 900000}")
         panel.get_by_role("button", name="Apply").click()

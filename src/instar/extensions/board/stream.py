@@ -286,7 +286,7 @@ def stream_messages(
     """Yield the events as messages, in order.
 
     `{points: {metric: {segment, x: {axis: […]}, value: […]}}, names, marks}` for a stretch within one
-    segment; `{rewind: {step, segment}}` where a segment starts. `told` is true if there are events
+    segment; `{rewind: {step, segment}}` where a segment starts. `has_events` is true if there are events
     other than measurements; without `marks`, the page needs the whole record to place them.
     """
     stretch: list[Placed] = []
@@ -300,9 +300,9 @@ def stream_messages(
         if isinstance(event, Placed):
             stretch.append(event)
         elif isinstance(event, RunStarted):
-            yield {"rewind": {"step": event.step, "segment": event.segment}, "told": True}
+            yield {"rewind": {"step": event.step, "segment": event.segment}, "has_events": True}
         else:
-            yield {"told": True}
+            yield {"has_events": True}
     if stretch:
         yield _stretch(run, stretch, metrics)
 
@@ -341,7 +341,7 @@ def _stretch(run: RunDir, events: list[Placed], metrics: frozenset[str]) -> dict
         },
         "names": [encodable(name) for name in series if not name.endswith(":error")],
         "marks": marks(RunRecord(run, events_only, {}, ())),
-        "told": bool(events_only),
+        "has_events": bool(events_only),
     }
 
 

@@ -174,7 +174,7 @@
     alert: ["alert", "alert"],
     failed: ["failed", "failure"],
     stop: ["stop", "end"],
-    asked: ["asked", "asked for: waits, refused or cancelled"],
+    asked: ["asked", "requested: waiting, refused or cancelled"],
     checkpoint: ["checkpoint", "checkpoint"],
   };
 

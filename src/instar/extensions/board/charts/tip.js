@@ -59,7 +59,7 @@
     showMarks(u, marks, left, formatPosition) {
       this.root.replaceChildren();
       marks.slice(0, MAX_MARKS).forEach((mark) => {
-        const part = element("div", `ic-told ic-${mark.kind}`, this.root);
+        const part = element("div", `ic-detail ic-${mark.kind}`, this.root);
         element("strong", "", part, mark.title);
         element("div", "ic-at", part, formatPosition(mark));
         for (const line of mark.text.split("\n")) if (line) element("div", "", part, line);

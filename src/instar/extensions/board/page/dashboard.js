@@ -110,7 +110,7 @@ class App {
     if (missingKeys.length) {
       const names = missingKeys.slice(0, 5).join(", ") + (missingKeys.length > 5 ? ` and ${missingKeys.length - 5} more` : "");
       const message = emptyState(`${names}: not in this folder. ${missingKeys.length > 1 ? "They were" : "It was"} moved, renamed or deleted since this address was kept.`);
-      if (this.runs.rows.size) message.append(el("a", { href: "#", textContent: "Show the runs that are there" }));
+      if (this.runs.rows.size) message.append(el("a", { href: "#", textContent: "Show the existing runs" }));
       return message;
     }
     if (this.runs.rows.size) return emptyState("Choose a run. All of them are archived.");

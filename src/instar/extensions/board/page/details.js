@@ -246,7 +246,7 @@ class LogsView extends Detail {
 
   async render({ ranks }) {
     if (!ranks.length) {
-      this.showMessage("No rank has said anything yet.");
+      this.showMessage("No rank has written a log yet.");
       return;
     }
     const rank = ranks.includes(Number(state.values.rank)) ? Number(state.values.rank) : ranks[0];

@@ -8,7 +8,7 @@ class OperationsPanel {
     this.input.addEventListener("keydown", (event) => {
       if (event.key === "Enter") this.#submit("check");
     });
-    this.message = el("p", { className: "said", attrs: { role: "status" } });
+    this.message = el("p", { className: "message", attrs: { role: "status" } });
     this.entries = el("ul", { attrs: { "aria-label": "Waiting operations" } });
     this.form = el("div", { className: "tools" }, this.input, this.#button("Check", () => this.#submit("check")), this.#button("Apply", () => this.#submit("apply")));
     this.root = el("section", { className: "operations", hidden: true, attrs: { "aria-label": "Live operations" } },
@@ -26,7 +26,7 @@ class OperationsPanel {
     try {
       const { refusal, rows, left_out: more } = await fetchJson(runPath(this.key, "waiting"));
       this.form.hidden = Boolean(refusal);
-      if (refusal) this.#showMessage(`Operations cannot be asked for here: ${refusal}.`);
+      if (refusal) this.#showMessage(`Operations cannot be requested here: ${refusal}.`);
       this.entries.replaceChildren(...rows.map((row) => this.#row(row, refusal)), more ? el("li", { className: "faint", textContent: `and ${formatCount(more)} more` }) : "");
     } catch (error) {
       this.entries.replaceChildren(el("li", { className: "faint", textContent: error.message }));
@@ -37,7 +37,7 @@ class OperationsPanel {
   #row({ which: target, what: operation, when, by }, refusal) {
     const button = this.#button("Cancel", async () => {
       button.disabled = true;
-      await this.#post("cancel", target, "It is asked to be given up");
+      await this.#post("cancel", target, "Cancellation requested");
       button.disabled = false;
     });
     button.setAttribute("aria-label", `Cancel ${operation}`);
@@ -46,14 +46,14 @@ class OperationsPanel {
 
   async #submit(command) {
     const text = this.input.value;
-    if (await this.#post(command, { text }, command === "apply" ? "It is asked for" : "Nothing speaks against it")) this.input.value = "";
+    if (await this.#post(command, { text }, command === "apply" ? "Requested" : "Possible")) this.input.value = "";
   }
 
   /** Posts a command and shows the outcome. Returns whether the run will receive it; its result comes as an event. */
   async #post(command, content, success) {
     try {
       const { refusal, id } = await postJson(runPath(this.key, command), content);
-      this.#showMessage(refusal || (id ? `${success} (${id}); the run takes it in between two steps.` : `${success}.`), refusal);
+      this.#showMessage(refusal || (id ? `${success} (${id}); the run handles it between two steps.` : `${success}.`), refusal);
       return Boolean(id);
     } catch (error) {
       this.#showMessage(error.message, true);

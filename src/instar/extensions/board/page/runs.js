@@ -148,7 +148,7 @@ class Runs extends EventTarget {
     run.marks.push(...marks);
     if (series.length) this.#dispatch("points", { key: run.id, series });
     if (marks.length || message.rewind) this.#dispatch("curves");
-    if (!message.told) return;
+    if (!message.has_events) return;
     const hasOperation = marks.some((mark) => mark.kind === "operation");
     this.#dispatch("events", { key: run.id, hasMarks: Boolean(message.marks), hasOperation });
   }
