@@ -186,7 +186,9 @@ def test_what_cannot_change_any_more_is_refused_by_name(run_cli: RunCli, run: Pa
         "resume", "run", "--set", "model.n_layer=3", "--set", "seed=5", "--until", "9it", code=2
     )
     assert "model.n_layer was 2 when the run began and cannot become 3" in output
+    assert "the operation insert_layers changes it" in output
     assert "seed was 1337 when the run began and cannot become 5" in output
+    assert "start a new run" in output
     assert (run / "events.jsonl").read_bytes() == before
 
 

@@ -459,9 +459,27 @@ def _cannot_change(run: RunDir, fixed_keys: Mapping[str, tuple[Any, Any]]) -> Co
             ConfigProblem(
                 (),
                 f"{key} was {was!r} when the run began and cannot become {new!r}",
-                "start a new run for that",
+                _remedy(key),
                 place=str(run.config),
             )
             for key, (was, new) in fixed_keys.items()
         )
     )
+
+
+_OPERATION_OF = {
+    "model.n_layer": "insert_layers",
+    "model.n_embd": "widen_hidden",
+    "model.n_head": "add_heads",
+    "model.n_mlp": "widen_mlp",
+    "model.vocab_size": "resize_vocab",
+    "model.tied": "untie_embeddings",
+    "model.dropout": "set_dropout",
+}
+"""Keys whose value no resume can set, and the operation that changes what they describe."""
+
+
+def _remedy(key: str) -> str:
+    if key in _OPERATION_OF:
+        return f"the operation {_OPERATION_OF[key]} changes it, in the schedule or with instar grow"
+    return "start a new run for that"
