@@ -46,7 +46,8 @@ ALIASES: Mapping[str, str] = {
     "model.pooling": "pool aggr readout",
     "data.source": "dataset data_dir train_file corpus",
     "data.order": "shuffle",
-    "data.val_fraction": "val val_ratio val_split validation_split",
+    "data.val_fraction": "val val_ratio val_split val_set_size validation_split",
+    "data.packing": "pack pack_sequences sample_packing",
     "data.test_fraction": "test test_ratio test_split",
     "data.balance": "balanced class_balanced balance_classes balanced_sampler",
     "data.sample_weights": "sampler weighted_sampler sampling_weights weight_column",
@@ -70,6 +71,7 @@ ALIASES: Mapping[str, str] = {
     "learning_rate.warmup_iters": "warmup warmup_steps num_warmup_steps warmup_ratio",
     "learning_rate.min_lr_ratio": "min_lr",
     "eval.eval_interval": "eval_every eval_steps val_check_interval",
+    "eval.eval_epochs": "check_val_every_n_epoch",
     "eval.batch_size": "eval_batch_size per_device_eval_batch_size",
     "early_stopping.rules": "early_stopping_patience",
     "checkpoint.every_steps": "save_every save_steps save_interval checkpoint_every ckpt_interval",
@@ -83,6 +85,15 @@ ALIASES: Mapping[str, str] = {
     "parallel.world_size": "gpus num_gpus n_gpus nproc nproc_per_node num_processes",
 }
 """Names of keys and sections in other trainers; a dotted name applies within its section only."""
+
+WITHOUT_KEY: Mapping[str, str] = {
+    "adapters are added by an operation: schedule: [{name: set_lora_rank, value: {target: attn, rank: 8}, when: "
+    "{at_step: 0}}], with freeze for the rest": "adapter lora lora_r lora_rank lora_alpha lora_dropout "
+    "lora_target_linear lora_target_modules peft peft_config peft_type use_lora use_peft",
+    "weights are trained in the precision of the config; quantized ones are not trained": "load_in_4bit load_in_8bit "
+    "quantization quantization_config bnb_4bit_compute_dtype",
+}
+"""Names in other trainers of what no key sets, by what to write instead."""
 
 ITEM_ALIASES: Mapping[str, str] = {
     "trigger_loss": "loss_below",
@@ -169,6 +180,10 @@ def unknown_key(root: Root, path: KeyPath) -> tuple[str, str, str]:
             places = [f"in {home}" if home else "at the top level" for home in homes]
             return message, f"'{name}' belongs {' or '.join(places)}", owners[0]
         suggestion = suggestion or known_aliases.get(name.lower().replace("-", "_"))
+    if suggestion is None:
+        for hint, names in WITHOUT_KEY.items():
+            if name.lower() in names.split():
+                return message, hint, ""
     if suggestion is None and (close := nearest(name, fields)):
         suggestion = f"{section}.{close}" if section else close
     if suggestion is None:
