@@ -181,9 +181,9 @@ def unknown_key(root: Root, path: KeyPath) -> tuple[str, str, str]:
             return message, f"'{name}' belongs {' or '.join(places)}", owners[0]
         suggestion = suggestion or known_aliases.get(name.lower().replace("-", "_"))
     if suggestion is None:
-        for hint, names in WITHOUT_KEY.items():
-            if name.lower() in names.split():
-                return message, hint, ""
+        for remedy, other_names in WITHOUT_KEY.items():
+            if name.lower() in other_names.split():
+                return message, remedy, ""
     if suggestion is None and (close := nearest(name, fields)):
         suggestion = f"{section}.{close}" if section else close
     if suggestion is None:
