@@ -127,6 +127,12 @@ def aliases(root: Root) -> dict[str, str]:
     }
 
 
+@cache
+def _without_key() -> dict[str, str]:
+    """Map names of other trainers without a key of ours to what to write instead."""
+    return {name: remedy for remedy, names in WITHOUT_KEY.items() for name in names.split()}
+
+
 def suggest_key(root: Root, name: str) -> str:
     """Return the dotted key, the first of several, that a name without or with the wrong section
     means; empty if it is ambiguous."""
@@ -180,10 +186,8 @@ def unknown_key(root: Root, path: KeyPath) -> tuple[str, str, str]:
             places = [f"in {home}" if home else "at the top level" for home in homes]
             return message, f"'{name}' belongs {' or '.join(places)}", owners[0]
         suggestion = suggestion or known_aliases.get(name.lower().replace("-", "_"))
-    if suggestion is None:
-        for remedy, other_names in WITHOUT_KEY.items():
-            if name.lower() in other_names.split():
-                return message, remedy, ""
+    if suggestion is None and name.lower() in _without_key():
+        return message, _without_key()[name.lower()], ""
     if suggestion is None and (close := nearest(name, fields)):
         suggestion = f"{section}.{close}" if section else close
     if suggestion is None:

@@ -57,8 +57,7 @@ def survey_graphs(
         for begin in track_items(begins, f"checking the {split} split", "blocks", len(begins)):
             chunk = numbers[begin : begin + _READ_AT_ONCE]
             columns = source.read(chunk)
-            missing = [*_missing(columns, model)]
-            if missing:
+            if missing := [*_missing(columns, model)]:
                 raise ConfigError(*missing)
             x, pairs = as_ragged(columns["x"]), as_ragged(columns["edges"])
             _check_graphs(faults, chunk, x, pairs, model)
