@@ -313,7 +313,7 @@ ENTRY = st.builds(
 UNTIL = st.sampled_from([["300it"], ["9ktok"], ["3ep"], ["1100samples", "290it"]])
 
 
-@settings(max_examples=figures.times(30, 2000), deadline=None)
+@settings(max_examples=figures.times(15, 2000), deadline=None)
 @given(st.lists(ENTRY, min_size=1, max_size=5), UNTIL, st.none() | st.booleans())
 def test_any_schedule_fires_where_a_loop_makes_it_fire(
     schedule: list[dict[str, Any]], until: list[str], at_start: bool | None

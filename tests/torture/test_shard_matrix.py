@@ -42,7 +42,7 @@ def turns() -> list[str]:
     ]
     # the last pairs are of several ranks each, and among the first: they are the short form
     cycle = cycle[-9:] + cycle[:-9]
-    return [*cycle, cycle[0]][: 1 + figures.times(3, len(cycle))]
+    return [*cycle, cycle[0]][: 1 + figures.times(2, len(cycle))]
 
 
 @pytest.mark.timeout(7200)
