@@ -58,6 +58,7 @@ REFUSED = {
     "Unnamed": "tuples of 3 parts without names; name them in the task's class, e.g. fields =",
     "Alone": "samples(): a single Tensor without a name; return arrays by name",
     "Sparse": "x is a sparse or quantized tensor; give x.to_dense()",
+    "SparseMatrix": "x is a csr_matrix, where an array [samples, …] is expected; give x.toarray()",
     "Meant": "number is a int, where an array [samples, …] is expected",
     "OtherKeys": "sample 1 has y, the first one x",
     "Failing": "samples() failed: FileNotFoundError: [Errno 2] No such file or directory: 'nowhere.npy'",

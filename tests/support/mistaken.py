@@ -192,6 +192,13 @@ class Sparse(Halves):
         return points(self) | {"x": tensors(self)[0].to_sparse()}
 
 
+class SparseMatrix(Halves):
+    def samples(self) -> Any:
+        from scipy.sparse import csr_matrix
+
+        return points(self) | {"x": csr_matrix(points(self)["x"])}
+
+
 class Meant(Halves):
     def samples(self) -> Any:
         return points(self) | {"number": 3}

@@ -384,6 +384,8 @@ def _column(name: str, value: object) -> Column:
         return value
     if not isinstance(value, np.ndarray) or value.ndim == 0:
         hint = _NAMED_SPLITS if _is_set(value) else ""
+        if hasattr(value, "toarray"):  # a sparse matrix of SciPy
+            hint = f"; give {name}.toarray()"
         raise ValueError(
             f"{name} is a {type(value).__name__}, where an array [samples, …] is expected{hint}"
         )
