@@ -113,6 +113,8 @@ def test_version() -> None:
     ("args", "message"),
     [
         (["trian"], "No such command 'trian'. Did you mean 'train'?"),
+        (["export"], "Did you mean 'checkpoint export' or 'logs export'?"),
+        (["version"], "Did you mean '--version'?"),
         (["--verison"], "--version"),
         (["config", "shwo"], "No such command 'shwo'"),
         (["config", "show", "--orgin"], "--origin"),

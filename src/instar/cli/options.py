@@ -47,15 +47,23 @@ JSON = "--json"
 Say = Callable[[str], None]
 """Prints an error on stderr."""
 FOREIGN_COMMANDS = {
+    "analyze": "checkpoint analyze",
+    "average": "checkpoint average",
+    "chat": "sample",
+    "compare": "logs compare",
     "continue": "resume",
+    "convert": "checkpoint export",
     "diff": "config diff",
     "eval": "test",
     "evaluate": "test",
     "events": "logs events",
-    "export": "logs export",
+    "export": "checkpoint export or logs export",
     "fit": "train",
     "generate": "sample",
     "help": "--help",
+    "import": "checkpoint import",
+    "inspect": "checkpoint inspect",
+    "kill": "control RUN stop",
     "list": "logs list",
     "lr_find": "find lr",
     "ls": "logs list",
@@ -71,6 +79,7 @@ FOREIGN_COMMANDS = {
     "tail": "logs tail",
     "validate": "config validate",
     "verify": "checkpoint verify",
+    "version": "--version",
 }
 """Replacements for commands of other tools and for subcommands without their group."""
 
@@ -398,7 +407,7 @@ class LazyGroup(click.Group):
                 formatter.write_dl([(point.name, point.summary) for point in points])
 
     def _did_you_mean(self, name: str) -> str:
-        suggestion = suggest_command(name, self.table)
+        suggestion = suggest_command(name, self.table).replace(" or ", "' or '")
         return f" Did you mean '{suggestion}'?" if suggestion else ""
 
 
@@ -409,7 +418,7 @@ def suggest_command(name: str, table: Collection[str]) -> str:
 
         return f"instar train {quote(name)}"
     suggestion = FOREIGN_COMMANDS.get(name, "")
-    if suggestion.partition(" ")[0] in (*table, "--help"):
+    if suggestion.partition(" ")[0] in (*table, "--help", "--version"):
         return suggestion
     return nearest(name, table) or ""
 
