@@ -23,6 +23,7 @@ HEAVY = {
     "rich",
     "ruamel",
     "ruamel.yaml",
+    "yaml",
     "instar.config.load",
     "instar.api",
 }

@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 import re
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-from ruamel.yaml import YAML
-from ruamel.yaml.composer import Composer, ComposerError
-from ruamel.yaml.error import MarkedYAMLError, ReusedAnchorWarning, YAMLError
-from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
-from ruamel.yaml.reader import ReaderError
 
 from instar.config.errors import (
     ConfigProblem,
     SourceLocation,
     near_path,
+    odd_space,
     printable_text,
     shorten_text,
     value_text,
 )
 from instar.config.files import HINT, is_address, message_of, open_regular
+from instar.config.yaml_nodes import simple
+from instar.config.yaml_nodes.simple import LINE_BREAK
 
 SCHEMA_KEY = "$schema"
 """The key of a file by which editors find its JSON Schema; it is no part of a config."""
 MAX_BYTES = 1 << 20
-MAX_DEPTH = 40
 MAX_PROBLEMS = 100
+MAX_VALUES = 20_000
+"""bounds also the expansion of nested aliases"""
 MOST_SHOWN = f"there are more than {MAX_PROBLEMS} errors"
-_TOO_MANY = "more values than a config has"
-MAX_VALUES = 20_000  # bounds the time of composing them, and the expansion of nested aliases
 MAX_DIGITS = 300  # Python itself refuses to print integers of several thousand digits
 
 KeyPath = tuple[str | int, ...]
@@ -58,19 +53,6 @@ class Document:
         return self.place(path[:-1])
 
 
-class _BoundedComposer(Composer):
-    """Composes at most `MAX_VALUES` keys and values: a MiB of them takes a minute."""
-
-    nodes = 0
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        self.nodes += 1
-        if self.nodes > MAX_VALUES:
-            mark = self.parser.peek_event().start_mark
-            raise ComposerError(None, None, _TOO_MANY, mark)
-        return super().compose_node(parent, index)
-
-
 def parse(
     text: str, source: str, under: KeyPath | None = None, within: KeyPath = ()
 ) -> tuple[Document | None, list[ConfigProblem]]:
@@ -84,15 +66,18 @@ def parse(
         within: the path of the key whose value is in this separate file, for messages.
     """
     reader = _Reader(text, source, within, has_numbers=under is None)
-    yaml = YAML(typ="safe", pure=True)
-    yaml.max_depth = MAX_DEPTH
-    yaml.Composer = _BoundedComposer
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ReusedAnchorWarning)
-            node = yaml.compose(text)
-    except (YAMLError, ValueError, OverflowError, RecursionError) as error:
-        return None, [reader.syntax_problem(error)]
+        node = simple.compose_simple(text)
+    except simple.NotSimpleError:
+        from instar.config.yaml_nodes import full  # which most commands do without
+
+        try:
+            node = full.compose_any(text, MAX_VALUES)
+        except full.NotYamlError as error:
+            at = SourceLocation(source)
+            if error.line is not None:
+                at = reader.place(error.line, error.column)
+            return None, [problem_at(at, f"not readable as YAML: {error.message}", error.hint)]
     if node is None:
         return None, []
     data = reader.read(node, under or ())
@@ -203,14 +188,7 @@ def dotted_key(path: KeyPath) -> str:
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)[1:]
 
 
-def odd_space(text: str) -> str:
-    """Name a space character that YAML treats as a letter; empty if there is none."""
-    match = re.search(r"[^\S \t\r\n]", text)
-    return f"the space U+{ord(match[0]):04X} is a letter to YAML" if match else ""
-
-
 _TYPOGRAPHIC = "“”„‘’‚«»"
-_LINE_BREAK = re.compile("\r\n|[\n\r\x85\u2028\u2029]")
 _TAG = "tag:yaml.org,2002:"
 _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 
@@ -224,7 +202,7 @@ class _Reader:
 
     def __init__(self, text: str, source: str, within: KeyPath, *, has_numbers: bool) -> None:
         self.text, self.source, self.within, self.numbered = text, source, within, has_numbers
-        self.lines = _LINE_BREAK.split(text)
+        self.lines = LINE_BREAK.split(text)
         self.problems: list[ConfigProblem] = []
         self.places: dict[KeyPath, tuple[SourceLocation, SourceLocation]] = {}
         self.unreadable: set[KeyPath] = set()
@@ -247,7 +225,7 @@ class _Reader:
             self.problems.append(problem_at(place, f"{MOST_SHOWN}, and the rest is not read"))
             raise _Unreadable
 
-    def read(self, node: Node, path: KeyPath, key_place: SourceLocation | None = None) -> Any:
+    def read(self, node: Any, path: KeyPath, key_place: SourceLocation | None = None) -> Any:
         """Return a node's data and record its positions; None if it is recorded as unreadable."""
         place = self.place(node.start_mark.line, node.start_mark.column)
         self.places[path] = key_place or place, place
@@ -260,14 +238,14 @@ class _Reader:
             if id(node) in self.open:
                 self.report("an anchor contains itself", place)
                 raise _Unreadable
-            if isinstance(node, ScalarNode):
+            if node.id == "scalar":
                 return self.scalar(node, place, path)
             if node.tag not in (f"{_TAG}map", f"{_TAG}seq"):
                 self.report(f"tags such as {value_text(node.tag)} are not understood", place)
                 raise _Unreadable
             self.open.add(id(node))
             try:
-                if isinstance(node, MappingNode):
+                if node.id == "mapping":
                     return self.mapping(node, path)
                 return [self.read(item, (*path, n)) for n, item in enumerate(node.value)]
             finally:
@@ -276,7 +254,7 @@ class _Reader:
             self.unreadable.add(path)
             return None
 
-    def mapping(self, node: MappingNode, path: KeyPath) -> dict[str, Any]:
+    def mapping(self, node: Any, path: KeyPath) -> dict[str, Any]:
         values: dict[str, Any] = {}
         values_below: dict[str, Any] = {}
         keys = set[str]()
@@ -286,11 +264,11 @@ class _Reader:
             node.value, key=lambda pair: pair[0].tag != f"{_TAG}merge"
         ):
             place = self.place(key_node.start_mark.line, key_node.start_mark.column)
-            if not isinstance(key_node, ScalarNode):
+            if key_node.id != "scalar":
                 self.report(f"a key{inside} must be a word, not a list or mapping", place)
                 continue
             key = key_node.value
-            if key_node.style is None and (odd := odd_space(key)):
+            if not key_node.style and (odd := odd_space(key)):
                 self.report(f"invalid key: {odd}", place, hint="write ordinary spaces")
             elif key_node.tag == f"{_TAG}merge":
                 values_below = self.merge(value_node, path, place) | values_below
@@ -309,10 +287,10 @@ class _Reader:
                     values[key] = value
         return values_below | values
 
-    def merge(self, node: Node, path: KeyPath, place: SourceLocation) -> dict[str, Any]:
+    def merge(self, node: Any, path: KeyPath, place: SourceLocation) -> dict[str, Any]:
         """Return the merged keys of the mappings that `<<` names; earlier ones take precedence."""
-        parts = [node] if isinstance(node, MappingNode) else node.value
-        if isinstance(parts, str) or not all(isinstance(part, MappingNode) for part in parts):
+        parts = [node] if node.id == "mapping" else node.value
+        if isinstance(parts, str) or not all(part.id == "mapping" for part in parts):
             hint = "give it an alias of one, e.g. <<: *base"
             self.report("'<<' merges mappings only", place, hint=hint)
             return {}
@@ -323,7 +301,7 @@ class _Reader:
         self.places[path] = own_path
         return values_below
 
-    def scalar(self, node: ScalarNode, place: SourceLocation, path: KeyPath) -> Any:
+    def scalar(self, node: Any, place: SourceLocation, path: KeyPath) -> Any:
         text: str = node.value
         kind = str(node.tag).removeprefix(_TAG)
         name = self.name(path)
@@ -341,7 +319,7 @@ class _Reader:
                         return number
                     self.report(f"{name} must be a finite number", place, name)
                     raise _Unreadable
-                case "str" if node.style is None and text[:1] in _TYPOGRAPHIC and text:
+                case "str" if not node.style and text[:1] in _TYPOGRAPHIC and text:
                     message = (
                         f"{name}: {text[0]} is not a quotation mark in YAML but part of the text"
                     )
@@ -357,17 +335,6 @@ class _Reader:
             self.report(f"tags such as {value_text(node.tag)} are not understood", place)
         raise _Unreadable
 
-    def syntax_problem(self, error: Exception) -> ConfigProblem:
-        place, text_of_error, hint = SourceLocation(self.source), str(error), ""
-        if isinstance(error, MarkedYAMLError):
-            text_of_error, hint, line, column = _explain_yaml_error(error, self.lines)
-            place = place if line is None else self.place(line, column)
-        elif isinstance(error, ReaderError):
-            text_of_error = f"the character U+{int(error.character):04X} is not allowed in YAML"
-            before = _LINE_BREAK.split(self.text[: error.position])
-            place = self.place(len(before) - 1, len(before[-1]))
-        return problem_at(place, f"not readable as YAML: {text_of_error}", hint)
-
 
 def _whole_number(text: str) -> int:
     digits = text.replace("_", "").lower()
@@ -375,70 +342,3 @@ def _whole_number(text: str) -> int:
     digits = digits.lstrip("+-")
     base = {"0x": 16, "0o": 8, "0b": 2}.get(digits[:2], 10)
     return sign * int(digits if base == 10 else digits[2:], base)
-
-
-# Report an unclosed quote or bracket at its beginning.
-_UNCLOSED = (
-    ("found unexpected end of stream", "this quote is never closed"),
-    ("expected ',' or", "this bracket is not closed, or a ',' is missing in it"),
-)
-_NO_COLON = "could not find expected ':'"
-_SAID = (
-    *_UNCLOSED,
-    ("found character '\\t'", "a tab is not allowed here; indent with spaces"),
-    ("mapping values are not", "a ':' is not allowed here; indent wrong, or quotes missing?"),
-    (_NO_COLON, "this line has no ':' after its key"),
-    ("found undefined alias", "an alias (*name) whose anchor (&name) was never given"),
-    ("found another document", "a second document begins here; one file is one config"),
-    (_TOO_MANY, f"more than {MAX_VALUES:,} keys and values; this is not a config"),
-    ("maximum depth of data", f"nested more than {MAX_DEPTH} levels deep"),
-    ("expected <block end>", "this does not line up with the line above it"),
-    ("found character '", "a value cannot begin with this character; put it in quotes"),
-    ("expected the node content", "a value is missing before this"),
-    ("unknown escape", "no such escape; text with backslashes goes in single quotes"),
-)
-
-
-def _explain_yaml_error(
-    error: MarkedYAMLError, lines: Sequence[str]
-) -> tuple[str, str, int | None, int]:
-    """Return message, hint, line and column (from 0; None: unknown) of a YAML error.
-
-    A line that is not 'key: value' is often detected by the parser only on the next line.
-    """
-    text_of_error = f"{error.problem or error.context}"
-    mark, hint = error.problem_mark or error.context_mark, ""
-    if error.context_mark and any(
-        pattern in text_of_error for pattern in (*dict(_UNCLOSED), _NO_COLON)
-    ):
-        mark = error.context_mark
-    line, column = (mark.line, mark.column) if mark else (None, 0)
-    if line is not None:
-        if (
-            "mapping values are not" in text_of_error
-            and (before := _no_pair_before(line, lines)) is not None
-        ):
-            text_of_error, line = _NO_COLON, before
-            column = len(lines[line]) - len(lines[line].lstrip())
-        hint = _as_pair(lines[line]) if text_of_error == _NO_COLON else ""
-    explanations = (explanation for pattern, explanation in _SAID if pattern in text_of_error)
-    return next(explanations, text_of_error), hint, line, column
-
-
-def _no_pair_before(line: int, lines: Sequence[str]) -> int | None:
-    """Return the last non-empty line before this one, if it is neither 'key: value' nor an item, or
-    has an unusual space character."""
-    for number in range(line - 1, -1, -1):
-        text = lines[number].strip(" \t")
-        if text and not text.startswith("#"):
-            is_mapping = re.search(r":(\s|$)", text, re.ASCII) or text.startswith("-")
-            return None if is_mapping and not odd_space(text) else number
-    return None
-
-
-def _as_pair(line: str) -> str:
-    """Suggest the 'key: value' that a line probably means."""
-    if odd := odd_space(line):
-        return f"{odd}; write ordinary ones"
-    match = re.fullmatch(r"(\s*)([\w.-]+)\s*[:=]?\s*(.*?)\s*$", line.partition(" #")[0])
-    return f"write '{match[2]}: {match[3]}".rstrip() + "'" if match else ""

@@ -248,6 +248,12 @@ def printable_text(text: str) -> str:
     return "".join(char if char.isprintable() else "�" for char in text)
 
 
+def odd_space(text: str) -> str:
+    """Name a space character that YAML treats as a letter; empty if there is none."""
+    match = re.search(r"[^\S \t\r\n]", text)
+    return f"the space U+{ord(match[0]):04X} is a letter to YAML" if match else ""
+
+
 def shorten_text(text: str, length: int = 1000) -> str:
     """Return at most `length` characters of a text, with an ellipsis if it is cut."""
     return text if len(text) <= length else f"{text[: length - 1]}…"

@@ -9,8 +9,8 @@ from functools import cache
 from typing import Any
 
 from instar.config.budget import meant_number
-from instar.config.document import KeyPath, dotted_key, odd_space
-from instar.config.errors import is_secret, nearest, value_text
+from instar.config.document import KeyPath, dotted_key
+from instar.config.errors import is_secret, nearest, odd_space, value_text
 from instar.config.fields import Root, alternatives, choices, default, schema_keys, section_types
 from instar.config.torch_optim import optimizers, schedulers
 from instar.extensions import how_to_install

@@ -156,9 +156,14 @@ def die_with_parent(number: signal.Signals) -> None:
     The parent may end before this call: compare `os.getppid()` afterwards.
     """
     if sys.platform == "linux":
-        import ctypes  # slow to import, like psutil
+        c_library().prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
 
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+
+def c_library() -> Any:
+    """Return the C library of this process, to call what Python has no function for."""
+    import ctypes  # slow to import, like psutil
+
+    return ctypes.CDLL(None)
 
 
 def process_state(pid: int) -> str:

@@ -15,6 +15,7 @@ import psutil
 
 import instar
 from instar.distributed.placement import usable_cores
+from instar.processes.child import c_library
 
 _LIBRARIES = ("torch", "numpy", "safetensors", "tokenizers", "msgspec")
 CPUINFO = Path("/proc/cpuinfo")
@@ -191,9 +192,7 @@ def keep_freed_memory(*, all_of_it: bool = False) -> None:
     """
     if sys.platform != "linux":
         return
-    import ctypes  # slow to import, and few commands need it
-
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = getattr(c_library(), "mallopt", None)
     if mallopt is None:
         return
     mallopt(_TRIM_THRESHOLD, _ALL_BYTES)
