@@ -90,9 +90,12 @@ def simulated_steps(run: LanguageConfig, *, hopeful: bool) -> list[int | None]:
             )
             if due(entry, now, state) is None:
                 break
+            evaluated_context = state.settings.context
             state = carried_out(state, entry.operation, spot.step)
             history = (*history, Change(entry.operation, spot.step, 0, entry.number))
-            has_evaluation = has_evaluation or entry.reevaluate
+            # losses of samples of another length are not compared with a bound
+            still_holds = has_evaluation and state.settings.context == evaluated_context
+            has_evaluation = still_holds or entry.reevaluate
         if state.settings.context != context:
             spot = spot.new_order(pace)
             pace = dataclasses.replace(
