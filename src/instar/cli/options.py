@@ -407,7 +407,7 @@ class LazyGroup(click.Group):
                 formatter.write_dl([(point.name, point.summary) for point in points])
 
     def _did_you_mean(self, name: str) -> str:
-        suggestion = suggest_command(name, self.table).replace(" or ", "' or '")
+        suggestion = suggest_command(name, self.table)
         return f" Did you mean '{suggestion}'?" if suggestion else ""
 
 
@@ -419,7 +419,7 @@ def suggest_command(name: str, table: Collection[str]) -> str:
         return f"instar train {quote(name)}"
     suggestion = FOREIGN_COMMANDS.get(name, "")
     if suggestion.partition(" ")[0] in (*table, "--help", "--version"):
-        return suggestion
+        return suggestion.replace(" or ", "' or '")
     return nearest(name, table) or ""
 
 
