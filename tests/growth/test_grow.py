@@ -331,7 +331,7 @@ def test_a_comparison_leaves_generators_and_gpus_of_others_alone(
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_module_of_ones_own_with_a_shape_grows() -> None:
+def test_a_module_of_ones_own_with_a_shape_grows(caplog: pytest.LogCaptureFixture) -> None:
     model, x = Net(TwoLayers()), torch.randn(5, 8)
     optimizer = torch.optim.AdamW(model.parameters())
     before = model(x)
@@ -342,6 +342,10 @@ def test_a_module_of_ones_own_with_a_shape_grows() -> None:
     torch.testing.assert_close(model(x), before)
     assert model.shape == TwoLayers(32)
     assert optimizer.state[model.up.weight]["exp_avg"].shape == (32, 8)
+    assert not caplog.records
+    for probe in (False, None):  # None: nothing to compare by, which is said
+        grow(model, "widen", {"axis": "hidden", "size": "x2"}, optimizer=optimizer, probe=probe)
+        assert ("nothing shows that it is exact: pass probe=" in caplog.text) is (probe is None)
 
 
 @dataclass(frozen=True)

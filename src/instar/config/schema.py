@@ -605,7 +605,7 @@ class RunConfig(Section):
     sizes: Annotated[tuple[PositiveInt, ...], Strict(False)] = Field(
         (),
         description="presets moult and family: layers of each size, e.g. [2, 4, 8], the last as "
-        "model.n_layer; default: a quarter (family: and half) of the final layers, or what divides them",
+        "model.n_layer; default: a quarter and half of the final layers, or else half or a third",
     )
     seed: Seed = Field(1337, description="seed of all random numbers")
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = Field(

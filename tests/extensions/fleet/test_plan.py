@@ -176,6 +176,9 @@ def test_instances_share_what_the_machine_has(tmp_path: Path) -> None:
         ).parallel
         == 3
     )
+    unnamed = GRPO.replace("resources: {gpus: 1}", "")
+    assert plan_fleet(tmp_path, unnamed, machine=Machine(0, 2, 1 << 30)).parallel == 2
+    assert plan_fleet(tmp_path, unnamed, "max_parallel=4", machine=Machine(0, 2, 1)).parallel == 4
 
 
 def test_words_are_split_before_variables_are_replaced(tmp_path: Path) -> None:

@@ -299,7 +299,7 @@ def _parallel(
 ) -> tuple[int, list[ConfigProblem]]:
     """Return how many instances fit next to each other; a problem if none does."""
     spec, problems = loaded_config.spec, list[ConfigProblem]()
-    fits = [spec.max_parallel or count, count]
+    fits: list[int] = []
     for what, available in (
         ("gpus", machine.gpus),
         ("cpus", machine.cpus),
@@ -318,7 +318,9 @@ def _parallel(
             problems.append(loaded_config.problem(path, message, hint))
         elif needs:
             fits.append(available // needs)
-    return max(1, min(fits)), problems
+    if not fits and spec.max_parallel is None:  # nothing says what an instance needs: a core for each
+        fits.append(machine.cpus)
+    return max(1, min(spec.max_parallel or count, count, *fits)), problems
 
 
 def _collisions(loaded_config: LoadedFleet, plan: FleetPlan) -> Iterator[ConfigProblem]:

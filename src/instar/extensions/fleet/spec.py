@@ -427,7 +427,9 @@ class FleetSpec(Section):
     )
     search: Search | None = Field(None, description="search for values instead of a matrix")
     max_parallel: Annotated[int, Field(gt=0, le=MOST_INSTANCES)] | None = Field(
-        None, description="instances at a time; default: as many as there are resources for"
+        None,
+        description="instances at a time; default: as many as there are the resources for that they name, "
+        "or one for each core if they name none",
     )
     run_name: str = Field("${name}-${index}", description="name of each instance, unique")
     output_dir: str = Field("runs/${run_name}", description="folder of each instance, unique")

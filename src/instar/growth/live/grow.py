@@ -116,7 +116,7 @@ def grow(
         ema: moving average of the parameters: a module like the model, or tensors by the names of its parameters.
         probe: a batch, on which the outputs before and after are compared: arguments of the model by name, a tuple
             of them, or its first argument; False: no comparison. By default a few drawn tokens for a model of transformers, else
-            none.
+            none, with a warning.
         shape: of a module of your own; default: its attribute `shape`.
         build: returns a new module of a larger shape; default: the class of the model.
         wrap: applies `fully_shard` to a module, as it was applied to the old one. A new module is returned, without the old
@@ -177,6 +177,13 @@ def prepare_with(peers: Peers, model: Module, request: GrowthRequest) -> Prepare
     module = growth.candidate
     if growth.proof is not None:
         logger.info("%s: %s", name, growth.proof)
+    elif request.probe is None and step.plan.label != "lossy":
+        logger.warning(
+            "%s: nothing shows that it is %s: pass probe=, a batch on which the outputs before and after are compared "
+            "(False: no comparison)",
+            name,
+            step.plan.label,
+        )
 
     old_class, new_class = type(growing.old.module), type(module)
     refusal = (
