@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from cases import parametrize_first
 from forks import INSTAR, Child, Forks
 from tiny_run import codes, events, output_of
 
-from instar.api.control import preview_operation
+from instar.api.control import Refused, change_run, preview_operation
 from instar.api.waiting import read_waiting
 from instar.cli import control
 from instar.config.errors import ConfigError
@@ -200,6 +202,30 @@ def test_what_a_stopped_run_would_carry_out_is_listed_and_given_up(
     assert events(place / "run", "train")[-1]["lr"] < 1.0
     assert list(folder.glob("*.apply")) == []
     assert list(folder.glob("*.cancel")) == []
+
+
+def test_what_a_resume_would_refuse_is_not_called_cancelled(instar: Instar, place: Path) -> None:
+    entry = "schedule=[{name: set_clip, value: 0.5, when: {at_step: 90}}]"
+    instar("train", "tiny.yaml", "--set", "record.run_dir=run", "--set", entry)
+    run = RunDir(place / "run")
+    for target in ({"id": ""}, {"entry": 0.0}, {"entry": False}):  # the last two are equal to 0
+        with pytest.raises(Refused, match="does not wait; what waits: entry=0"):
+            change_run(run, target, command="cancel")
+    send_post(run.control, "cancel", {"entry": False})
+    assert [row.entry for row in read_waiting(run).schedule] == [0]
+    if os.geteuid() == 0:
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder).chmod(0o755)
+            shared = RunDir(shutil.copytree(run.path, Path(folder, "run")))
+            for shared_folder in (shared.path, shared.control):
+                shared_folder.chmod(0o777)
+            os.seteuid(65534)  # of a group whose folder it is, say
+            try:
+                with pytest.raises(Refused, match=r"would refuse it: .* neither the run's owner"):
+                    change_run(shared, {"entry": 0}, command="cancel")
+            finally:
+                os.seteuid(0)
+            assert len(list(shared.control.glob("*.cancel"))) == 1, "that of above"
 
 
 def test_what_waits_is_that_of_the_checkpoint_to_which_a_resume_walks_back(

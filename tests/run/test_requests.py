@@ -21,7 +21,7 @@ from instar.checkpoint.store import load_checkpoint
 from instar.record.control import MOST_BYTES, WAITING, Post, send_post
 from instar.record.events import Asked, OperationEvent, Train, Warn, read_events
 from instar.record.rundir import RunDir
-from instar.run.changes.requests import take_in
+from instar.run.changes.requests import take_in, warn_of_unsaved
 from instar.run.start import restore as restoring
 from instar.run.trainer import Trainer
 from instar.schedule.operations import override
@@ -286,6 +286,23 @@ def test_what_is_cancelled_at_once_is_cancelled_once(trainer: Make) -> None:
     assert [change for change in run.state.history if not change.skipped] == []
     outcomes = [event.outcome for event in events(run, Asked)]
     assert sorted(outcomes) == ["cancelled", "cancelled", "refused", "refused"]
+
+
+def test_a_failure_announces_what_a_resume_does_again_and_not_what_was_given_up(
+    trainer: Make,
+) -> None:
+    run = trainer("train.until=[4it]")
+    run.step()
+    later = {"name": "change_lr", "value": 0.5, "when": {"at_step": 6}}
+    given_up, kept = post(run, later), post(run, later)
+    time.sleep(0.02)  # they are taken in as they came, by a clock that ticks so often
+    post(run, {"id": given_up.id}, "cancel")
+    run.train()  # without a checkpoint
+    earlier = len(events(run, Warn))
+    warn_of_unsaved(run.state, run.parts, RunDir(run.parts.saver.root))
+    (warning,) = events(run, Warn)[earlier:]
+    assert warning.message.startswith("change_lr was asked for after the last checkpoint")
+    assert warning.message.endswith(f"cancel id={kept.id}")
 
 
 def test_a_post_stays_until_a_checkpoint_has_it_and_is_carried_out_once(trainer: Make) -> None:

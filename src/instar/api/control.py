@@ -204,7 +204,13 @@ def _cancel_at_rest(run: RunDir, target: Mapping[str, Any]) -> RequestOutcome:
     """
     waiting = read_waiting(run)
     entries = [*waiting.asked, *waiting.schedule]
-    matches = [e for e in entries if target in ({"id": e.id}, {"entry": e.entry})]
+    is_index = type(target.get("entry")) is int  # 0.0 and False are equal to 0
+    matches = [
+        entry
+        for entry in entries
+        if (entry.id and target == {"id": entry.id})
+        or (is_index and target == {"entry": entry.entry})
+    ]
     if not matches:
         names = (f"id={e.id}" if e.id else f"entry={e.entry}" for e in entries)
         raise Refused(
@@ -215,6 +221,11 @@ def _cancel_at_rest(run: RunDir, target: Mapping[str, Any]) -> RequestOutcome:
         post = send_post(run.control, "cancel", target)
     except (TypeError, ValueError) as error:
         raise ConfigError.of(f"the request cannot be sent: {error}") from None
+    try:
+        post.read()  # as the resume will, which hears the run's owner and root alone
+    except ValueError as error:
+        post.path.unlink(missing_ok=True)
+        raise Refused(f"{run.path}: its resume would refuse it: {error}") from None
     manifest = latest_manifest(run)
     event = Asked(
         step=0 if manifest is None else manifest.step,

@@ -205,7 +205,9 @@ def how_to_install(kind: WordKind, word: str) -> str:
     """Return the commands that install a deleted extension to which a word belongs; empty if none does."""
     for name, (extra, words) in BUILT_IN.items():
         if word in words.get(kind, ()) and name not in built_in():
-            restore = "pip install --force-reinstall --no-deps instar"  # pip does not miss deleted files
+            restore = (
+                "pip install --force-reinstall --no-deps instar"  # pip does not miss deleted files
+            )
             return f"{restore} && pip install 'instar[{extra}]'"
     return ""
 

@@ -110,7 +110,7 @@ def read_unread(folder: Path, config: RunConfig, step: int) -> Unread:
     return Unread(
         requests,
         {str(content["id"]) for content in cancels if "id" in content},
-        {content["entry"] for content in cancels if isinstance(content.get("entry"), int)},
+        {content["entry"] for content in cancels if type(content.get("entry")) is int},
     )
 
 

@@ -318,7 +318,9 @@ def _parallel(
             problems.append(loaded_config.problem(path, message, hint))
         elif needs:
             fits.append(available // needs)
-    if not fits and spec.max_parallel is None:  # nothing says what an instance needs: a core for each
+    if (
+        not fits and spec.max_parallel is None
+    ):  # nothing says what an instance needs: a core for each
         fits.append(machine.cpus)
     return max(1, min(spec.max_parallel or count, count, *fits)), problems
 

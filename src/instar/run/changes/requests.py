@@ -264,6 +264,8 @@ def warn_of_unsaved(state: RunState, parts: Components, run: RunDir) -> None:
     """Say at a failure what was asked for since the last checkpoint, which a resume does again. Not a collective."""
     inbox = parts.sync.inbox
     for post in inbox.unsaved() if inbox is not None else ():
+        if post.command != "apply" or post.id in state.closed:
+            continue  # what was given up stays so: a resume reads that again, too
         changes = [c.operation for c in state.history if c.id == post.id]
         operations = [*changes, *(p.entry.operation for p in state.posted if p.id == post.id)]
         name = operations[0].name if operations else "an operation"
