@@ -22,9 +22,11 @@ from instar.config.errors import ConfigError
 from instar.config.fields import values
 from instar.config.load import load_config
 from instar.record import rundir
+from instar.record.control import send_request
 from instar.record.rundir import RunDir
 from instar.run.load_config import load_run_config
 from instar.run.resume import Resume
+from instar.run.start import plan
 from instar.run.start.launch import preflight_launch
 
 RunCli = Callable[..., str]
@@ -75,6 +77,23 @@ def test_it_goes_on_with_what_is_saved_until_the_folder_is_free(
     monkeypatch.setattr(rundir, "open_lock", take_lock_after_save)
     assert main(["resume", str(run), "--until", "10it"]) == 0
     assert events(run, "run_started")[-1]["resumed_from"] == "step-8"
+
+
+def test_a_stop_that_is_asked_for_while_it_prepares_is_heard(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare, control = plan.prepare_run_data, run / "control"
+    earlier = send_request(control, "stop")
+
+    def prepare_and_ask(*args: Any) -> None:
+        assert earlier.is_answered(), "that of an earlier start"
+        send_request(control, "stop")
+        prepare(*args)
+
+    monkeypatch.setattr(plan, "prepare_run_data", prepare_and_ask)
+    assert main(["resume", str(run), "--until", "10it"]) == 75
+    assert not (run / "checkpoints" / "step-10").exists()
+    assert list(control.glob("*.stop")) == []
 
 
 def test_it_walks_back_past_a_broken_one_and_says_so(run_cli: RunCli, run: Path) -> None:

@@ -112,8 +112,8 @@ def _open_folder(plan: RunPlan, rank: RankContext) -> RunDir:
             # one lock for all ranks, held by rank 0 until the record is closed: two runs would mix their events
             if resume is None:
                 rank.record.enter_context(hold(run_dir, rank.console.warn))
+                Inbox(run_dir.control).clear()
             note_start(run_dir)
-            Inbox(run_dir.control).clear()
             for folder in (run_dir.path, run_dir.checkpoints):
                 sweep(folder)
     rank.log.open(run_dir.path)

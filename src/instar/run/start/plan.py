@@ -20,6 +20,7 @@ from instar.distributed.rank_log import RankLog
 from instar.distributed.signals import StopSignal
 from instar.distributed.world import World, recall
 from instar.record.console import Console
+from instar.record.control import Inbox
 from instar.record.device import gpu_bytes
 from instar.record.rundir import RunDir, hold
 from instar.run.init_weights import Weights, starting_weights
@@ -134,6 +135,7 @@ def resolve_run(request: RunRequest, rank: RankContext) -> ResolvedRun:
     with raise_on_all_ranks(world, "taking the run's folder"):
         if world.is_main:
             rank.record.enter_context(hold(resume.run, rank.console.warn))
+            Inbox(resume.run.control).clear()  # to an earlier start; those that come now are to this one
     checkpoint, warnings = _agree_on_checkpoint(resume, world)
     if checkpoint is None:
         rank.console.say(f"{resume.run.path}: nothing was saved yet; the run starts again")
