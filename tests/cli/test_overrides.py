@@ -220,6 +220,25 @@ def test_the_same_command_does_not_take_back_what_operations_did_to_keys_of_the_
     assert overrides(place / "run", "step-6") == [(4, {"train.until": ["6it"]})]
 
 
+def test_an_end_of_the_decay_that_is_left_open_again_stays_where_it_is(
+    run_cli: RunCli, place: Path
+) -> None:
+    keys = ("resume=auto", "record.run_dir=run", "record.log_interval=1", "checkpoint.every_steps=4")
+    sets = (*keys, "learning_rate.lr_decay_iters=null", "checkpoint.keep_last=9")
+    words = [word for text in sets for word in ("--set", text)]
+    auto, run = ("train", "tiny.yaml", *words, "--until", "8it"), place / "run"
+    run_cli(*auto)
+    before = rates(run)
+    shutil.rmtree(run / "checkpoints" / "step-8")
+    run_cli(*auto)  # from step 4, as after a crash
+    assert overrides(run, "step-8") == []
+    assert rates(run) == before
+    run_cli("resume", "run", "--set", "learning_rate.lr_decay_iters=null", "--until", "12it")
+    assert overrides(run, "step-12") == [
+        (8, {"learning_rate.lr_decay_iters": 12, "train.until": ["12it"]})
+    ]
+
+
 def test_a_config_that_was_edited_counts_where_it_was_edited(run_cli: RunCli, place: Path) -> None:
     auto = ("train", "tiny.yaml", *BEGUN, "--set", "resume=auto")
     run_cli(*auto, "--until", "4it")

@@ -213,7 +213,8 @@ def _with_decay(prepared_run: Prepared, forecast: Forecast) -> Prepared:
     end = decay_end(with_values(prepared_run.config, {DERIVES: None}), forecast.steps)
     if end is None:
         return prepared_run
-    end -= forecast.stages[0].settings.lr_start
+    settings = forecast.stages[0].settings
+    end = max(end - settings.lr_start, settings.warmup_iters + 1)
     return replace(
         prepared_run,
         config=with_values(prepared_run.config, {DERIVES: end}),
