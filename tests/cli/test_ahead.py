@@ -165,21 +165,44 @@ def test_what_was_cancelled_is_not_ahead_and_what_was_asked_for_is(
     state_values = json.loads(state.read_text())
     insertion = entry("insert_layers", 1, {"at_step": 70}, on_failure="skip")
     state_values["cancelled"] = [{"number": 1, "id": "a", "by": "me"}]
-    state_values["posted"] = [{"id": "b", "by": "me", "step": 2, "content": insertion}]
+    at_once = entry("set_batch_size", 24, {"at_step": 0}, on_failure="skip")
+    state_values["posted"] = [
+        {"id": id_, "by": "me", "step": 2, "content": content}
+        for id_, content in (("b", insertion), ("c", at_once))
+    ]
     state.write_text(json.dumps(state_values))
     schedule = f"schedule={json.dumps([entry('set_lr', 1e-4, {'at_step': 80}), too_large])}"
-    loaded_config = load_run_config(str(run.config), (), resuming=True)
+    loaded_config = load_run_config(str(run.config), ("train.until=[99it]",), resuming=True)
     checkpoint, _ = choose_checkpoint(Resume(run), check=False)
     resumed_run = continuation(Resume(run), loaded_config, checkpoint)
     prepared_run = preflight(resumed_run.loaded_config, 1, new=False)
     stages = with_rest(prepared_run, resumed_run, checkpoint, 1).forecast.stages
-    assert [stage.operation.split()[0] for stage in stages[1:]] == ["set_lr", "insert_layers"]
+    assert [(stage.operation.split()[0], stage.first_step) for stage in stages[1:]] == [
+        ("set_batch_size", 3),
+        ("set_lr", 80),
+        ("insert_layers", 80),  # what waits is behind the schedule
+    ]
     # another schedule has other numbers: nothing of it was cancelled
     other = continuation(
         Resume(run), load_run_config(str(run.config), (schedule,), resuming=True), checkpoint
     )
     with pytest.raises(ConfigError, match="max_params"):
         with_rest(prepared_run, other, checkpoint, 1)
+
+
+def test_a_dry_run_of_a_resume_assumes_data_that_are_not_prepared(
+    train: Callable[..., RunDir], run_cli: RunCli, place: Path
+) -> None:
+    run = train("train.until=[3it]", "data.path=prepared", *RUNS["grows"][:1])
+    whole = run_cli("train", "--resume", str(run.path), "--until", "9it", "--dry-run")
+    (place / "prepared").rename(place / "elsewhere")
+    output = run_cli("train", "--resume", str(run.path), "--until", "9it", "--dry-run")
+    assert "which a run would prepare" in output
+    assert "Nothing was started." in output
+    assert [line for line in whole.splitlines() if "insert_layers" in line] == [
+        line for line in output.splitlines() if "insert_layers" in line
+    ]
+    assert not (place / "prepared").exists()
 
 
 def test_a_grown_model_that_does_not_fit_here_is_refused_before_ranks_start(

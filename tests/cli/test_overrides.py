@@ -223,7 +223,12 @@ def test_the_same_command_does_not_take_back_what_operations_did_to_keys_of_the_
 def test_an_end_of_the_decay_that_is_left_open_again_stays_where_it_is(
     run_cli: RunCli, place: Path
 ) -> None:
-    keys = ("resume=auto", "record.run_dir=run", "record.log_interval=1", "checkpoint.every_steps=4")
+    keys = (
+        "resume=auto",
+        "record.run_dir=run",
+        "record.log_interval=1",
+        "checkpoint.every_steps=4",
+    )
     sets = (*keys, "learning_rate.lr_decay_iters=null", "checkpoint.keep_last=9")
     words = [word for text in sets for word in ("--set", text)]
     auto, run = ("train", "tiny.yaml", *words, "--until", "8it"), place / "run"

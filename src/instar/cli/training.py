@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 from contextlib import chdir
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import click
@@ -191,12 +192,11 @@ def _forecast(
     ranks: int,
 ) -> int:
     resume = resume or automatic(loaded_config.config)
+    assume = partial(click.echo, err=True)
     if resume is None:
-        preparation = preflight(
-            loaded_config, ranks, assume=lambda text: click.echo(text, err=True)
-        )
+        preparation = preflight(loaded_config, ranks, assume=assume)
     else:
-        loaded_config, preparation = preflight_rest(loaded_config, ranks, resume)
+        loaded_config, preparation = preflight_rest(loaded_config, ranks, resume, assume)
     weights = starting_weights(loaded_config, preparation.spec) if resume is None else None
     line = torchrun_line(
         argv, ranks, options.devices, port=loaded_config.config.parallel.master_port

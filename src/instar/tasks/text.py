@@ -120,8 +120,12 @@ class TextSpec(TaskSpec):
         if not missing:
             return cls.open(loaded_config, world_size)
         tokenizer = named_tokenizer(config.data.tokenizer, config.data.bos, config.data.eos)
-        vocab_size = config.data.vocab_size if config.data.tokenizer == "bpe" else _BYTES
-        vocabulary = vocab_size if tokenizer is None else tokenizer.vocab_size
+        if tokenizer is None:
+            largest = config.data.vocab_size if config.data.tokenizer == "bpe" else _BYTES
+            # what a text makes of it may be smaller, as whoever set the model's rows, or the run itself, knows
+            vocabulary = min(largest, getattr(config.model, "vocab_size", None) or largest)
+        else:
+            vocabulary = tokenizer.vocab_size
         say(
             f"no data in {', '.join(map(str, missing))} yet, which a run would prepare: a vocabulary "
             f"of {vocabulary:,} is assumed"

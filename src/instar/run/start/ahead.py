@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -36,7 +36,7 @@ from instar.schedule.operations import (
     plan_operation,
 )
 from instar.schedule.posted import Cancelled, Posted, Unread, read_unread
-from instar.schedule.timeline import Beginning, Clock
+from instar.schedule.timeline import Beginning, Clock, Leg
 from instar.schedule.triggers import (
     Entry,
     evaluates_at_start,
@@ -81,7 +81,8 @@ def at_step_0(continuation: Continuation, prepared_run: Prepared, world_size: in
     if began.model != prepared_run.config.model:
         config = prepared_run.config.model_copy(update={"model": began.model})
         loaded_config = replace(continuation.loaded_config, config=config)
-        spec = spec_class(config.task).open(loaded_config, world_size)
+        # data that are missing are assumed for the prepared run, too, which has said so
+        spec = spec_class(config.task).assume(loaded_config, lambda _: None, world_size)
     return initial_state(began, spec.architecture, spec.facts)
 
 
@@ -123,8 +124,8 @@ def with_rest(
     unread = Unread() if control is None else read_unread(control, present.config, progress.step)
     problems: list[ConfigProblem] = []
     try:
-        entries = _entries_left(present, history, continuation, state, unread)
-        legs = legs_of(entries, present, spec, world_size)
+        at_once, later = _entries_left(present, history, continuation, state, unread)
+        legs = _legs_left(at_once, later, present, spec, world_size)
     except ScheduleError as error:
         problems = [loaded_config.problem(p.key, p.message, p.hint) for p in error.problems]
     problems += sharding_problems(loaded_config, spec, present.architecture, world_size)
@@ -153,17 +154,28 @@ def past_stages(initial: State, history: History, step: int) -> list[PastStage]:
 
 def _entries_left(
     present: State, history: History, continuation: Continuation, state: _StateAhead, unread: Unread
-) -> Sequence[Entry]:
-    """Return the entries of the schedule that may still fire, and what people asked for that waits."""
+) -> tuple[list[Entry], list[Entry]]:
+    """Return what people asked for that is due at once; and the entries of the schedule that may still fire, followed by
+    what people asked for that waits for a trigger."""
     numbers = {entry.number for entry in state.cancellations} | unread.cancel_entries
     if continuation.sets_schedule:
         numbers = set()
     closed_ids = {change.id for change in history} | {*state.closed_ids}
     entries = remaining(schedule_entries(present.config), history)
-    return [
+    requests = unread.left(state.requests, closed_ids)
+    return [request.entry for request in requests if request.is_immediate], [
         *(entry for entry in entries if entry.number not in numbers),
-        *(request.entry for request in unread.left(state.requests, closed_ids)),
+        *(request.entry for request in requests if not request.is_immediate),
     ]
+
+
+def _legs_left(
+    at_once: list[Entry], later: list[Entry], present: State, spec: TaskSpec, world_size: int
+) -> list[Leg]:
+    with suppress(ScheduleError):
+        return legs_of([*at_once, *later], present, spec, world_size)
+    # the run refuses what would make its schedule impossible
+    return legs_of([*later, *at_once], present, spec, world_size)
 
 
 def _beginning(

@@ -76,8 +76,13 @@ def preflight_launch(
         starting_weights(loaded_config, preparation.spec)
 
 
-def preflight_rest(loaded_config: Loaded, ranks: int, resume: Resume) -> tuple[Loaded, Prepared]:
+def preflight_rest(
+    loaded_config: Loaded, ranks: int, resume: Resume, assume: Callable[[str], None]
+) -> tuple[Loaded, Prepared]:
     """Return the config with which a run would go on, and the forecast of its rest; nothing is started or prepared.
+
+    Args:
+        assume: see `preflight`.
 
     Raises:
         CheckpointError: there is no intact checkpoint.
@@ -86,6 +91,6 @@ def preflight_rest(loaded_config: Loaded, ranks: int, resume: Resume) -> tuple[L
     checkpoint, _ = choose_checkpoint(resume, check=False)
     resumed_run = continuation(resume, loaded_config, checkpoint)
     loaded_config, settings = resumed_run.loaded_config, resumed_run.settings
-    preparation = preflight(loaded_config, ranks, new=False, settings=settings)
+    preparation = preflight(loaded_config, ranks, new=False, settings=settings, assume=assume)
     control = resume.run.control
     return loaded_config, with_rest(preparation, resumed_run, checkpoint, ranks, control=control)

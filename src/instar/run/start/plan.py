@@ -135,7 +135,9 @@ def resolve_run(request: RunRequest, rank: RankContext) -> ResolvedRun:
     with raise_on_all_ranks(world, "taking the run's folder"):
         if world.is_main:
             rank.record.enter_context(hold(resume.run, rank.console.warn))
-            Inbox(resume.run.control).clear()  # to an earlier start; those that come now are to this one
+            Inbox(
+                resume.run.control
+            ).clear()  # to an earlier start; those that come now are to this one
     checkpoint, warnings = _agree_on_checkpoint(resume, world)
     if checkpoint is None:
         rank.console.say(f"{resume.run.path}: nothing was saved yet; the run starts again")
