@@ -208,6 +208,10 @@ def test_what_cannot_change_any_more_is_refused_by_name(run_cli: RunCli, run: Pa
     assert "the operation insert_layers changes it" in output
     assert "seed was 1337 when the run began and cannot become 5" in output
     assert "start a new run" in output
+    impossible = ("--set", "model.n_layer=1", "--set", "model.n_embd=16")
+    output = run_cli("resume", "run", *impossible, "--until", "9it", code=2)
+    assert "the operation" not in output
+    assert output.count("start a new run") == 2
     assert (run / "events.jsonl").read_bytes() == before
 
 

@@ -7,6 +7,7 @@ import logging
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -318,6 +319,20 @@ def test_processes_carry_the_same_or_nothing() -> None:
 
 def comparison_of(old: nn.Module, reference: Reference, new: nn.Module) -> AttributeComparison:
     return compare_attributes(old, reference, new, lambda path: path, with_additional=True)
+
+
+def test_a_switch_is_not_carried_without_the_private_function_that_it_needs() -> None:
+    class Layer(nn.Module):
+        switch = False
+
+    for function, is_carried in ((partial(print), False), (None, True)):
+        old, new = Layer(), Layer()
+        old.switch, old._function = True, function
+        comparison = compare_attributes(
+            old, build_reference(Layer), new, lambda path: path, with_additional=True
+        )
+        assert bool(comparison.transfers) is is_carried
+        assert ("switch (True, now False)" in comparison.warning) is not is_carried
 
 
 def test_what_was_added_to_a_module_stays_without_its_cache() -> None:

@@ -82,7 +82,13 @@ def test_a_loss_that_no_evaluation_has_is_refused_at_the_first(tmp_path: Path) -
 def test_a_loss_without_evaluations_is_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for schedule, strategy in ((AT_A_LOSS, "no"), (AT_A_LOSS, "steps"), (SCHEDULE, "no")):
+    either = [{"name": "insert_layers", "value": 1, "trigger_loss": 3.0, "max_wait_iters": 2}]
+    for schedule, strategy in (
+        (AT_A_LOSS, "no"),
+        (either, "no"),
+        (AT_A_LOSS, "steps"),
+        (SCHEDULE, "no"),
+    ):
         caplog.clear()
         growth = TrainerGrowth(schedule)
         of_trainer(fresh(), tmp_path, growth, eval_strategy=strategy, eval_steps=4).train()

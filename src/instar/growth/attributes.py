@@ -168,8 +168,9 @@ class _Changes:
 
     values: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     """its value and that of the reference, by the attribute's name"""
-    has_cache: bool = False
-    """whether use has filled it with tensors, such as a table for the longest sample"""
+    has_uncarried: bool = False
+    """whether it holds what is not carried and other values may belong to: tensors that use has filled it with, such as
+    a table for the longest sample, or a function under a private name"""
 
 
 @dataclass(frozen=True)
@@ -219,11 +220,11 @@ def _fate(path: str, changes: _Changes, new: Module) -> _Fate:
             transfers[name], now[name] = value, current
         else:
             resets[name] = value, current
-    if resets or changes.has_cache:
+    if resets or changes.has_uncarried:
         dependents = [
             name
             for name, current in now.items()
-            if not isinstance(current, float) and (changes.has_cache or current is not _ABSENT)
+            if not isinstance(current, float) and (changes.has_uncarried or current is not _ABSENT)
         ]
         values = {name: (transfers.pop(name), now[name]) for name in dependents}
         # what use has added to a module goes with the rest of its cache
@@ -273,14 +274,22 @@ def _changes(old: Module, fresh: Module, *, with_buffers: bool, with_additional:
     }
     fillings = {name for name, (value, first) in differences.items() if _is_filled(first, value)}
     caches = {name for name, (value, _) in differences.items() if _is_cache(name, value)}
-    has_cache = bool(caches) or any(_holds_tensors(differences[name][0]) for name in fillings)
+    has_uncarried = bool(caches) or any(_holds_tensors(differences[name][0]) for name in fillings)
+    # such as what `gradient_checkpointing_enable` of transformers sets beside its switch
+    has_uncarried |= with_additional and any(
+        name.startswith("_")
+        and isinstance(value, _FUNCTIONS)
+        and name not in vars(fresh)
+        and not hasattr(type(fresh), name)
+        for name, value in vars(old).items()
+    )
     values = {
         name: pair
         for name, pair in differences.items()
         if name not in fillings | caches
         and (name in vars(old) or (with_buffers and not caches))  # else the module computes it
     }
-    return _Changes(values, has_cache)
+    return _Changes(values, has_uncarried)
 
 
 def _attributes(module: Module) -> dict[str, Any]:

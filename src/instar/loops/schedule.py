@@ -202,7 +202,7 @@ class GrowthSchedule:
         names = (
             entry.operation.name
             for entry in remaining(self.entries, self.history)
-            if entry.at_evaluations and not isinstance(entry.trigger, AnyOf)
+            if entry.at_evaluations  # also of `any`: it is asked about at evaluations only
         )
         return next(names, None)
 

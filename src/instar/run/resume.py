@@ -27,6 +27,7 @@ from instar.checkpoint.manifest import (
 from instar.checkpoint.store import LATEST, Checkpoint, load_checkpoint
 from instar.config.errors import ConfigError, ConfigProblem, nearest
 from instar.config.fields import (
+    LANGUAGE,
     PLACES,
     PRIVATE,
     SPELLED,
@@ -283,7 +284,7 @@ def continuation(
         or (key == "data.mixture" and not is_untrained and _differ_in_parts(*pair))
     }
     if fixed_keys:
-        raise _cannot_change(resume.run, fixed_keys)
+        raise _cannot_change(resume.run, fixed_keys, past.began.task)
     current = {key: past.values[key] for key in past.keys_at_start}
     current |= {key: after for key, (_, after) in changes.items()}
     if CHANGED_SOURCES in past.values:  # the run goes on with the data that it began with
@@ -335,7 +336,7 @@ def _read_past(run: RunDir, loaded_config: Loaded, checkpoint: Checkpoint | None
         began, task = began_with(run, manifest), loaded_config.config.task
         # the class of a notebook may have moved to a module
         if began.task != task and not (is_local(began.task) and ":" in task):
-            raise _cannot_change(run, {"task": (began.task, task)})
+            raise _cannot_change(run, {"task": (began.task, task)}, began.task)
         values_at_start = {
             key: value for key, value in values(began).items() if not is_launch_only(key)
         }
@@ -457,13 +458,15 @@ def _restore(run: RunDir) -> str:
     return f"restore it: instar checkpoint inspect {run.shell_word} --config > {shlex.quote(str(run.config))}"
 
 
-def _cannot_change(run: RunDir, fixed_keys: Mapping[str, tuple[Any, Any]]) -> ConfigError:
+def _cannot_change(
+    run: RunDir, fixed_keys: Mapping[str, tuple[Any, Any]], task: str
+) -> ConfigError:
     return ConfigError(
         *(
             ConfigProblem(
                 (),
                 f"{key} was {was!r} when the run began and cannot become {new!r}",
-                _remedy(key),
+                _remedy(key, was, new, task),
                 place=str(run.config),
             )
             for key, (was, new) in fixed_keys.items()
@@ -483,7 +486,13 @@ _OPERATION_OF = {
 """Keys whose value no resume can set, and the operation that changes what they describe."""
 
 
-def _remedy(key: str) -> str:
-    if key in _OPERATION_OF:
+def _remedy(key: str, was: Any, new: Any, task: str) -> str:
+    if key == "model.dropout":
+        is_possible = task == LANGUAGE
+    elif key == "model.tied":
+        is_possible = was and not new
+    else:  # models do not shrink
+        is_possible = isinstance(was, int) and isinstance(new, int) and new > was
+    if key in _OPERATION_OF and is_possible:
         return f"the operation {_OPERATION_OF[key]} changes it, in the schedule or with instar grow"
     return "start a new run for that"
