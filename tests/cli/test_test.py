@@ -35,6 +35,9 @@ class Silent(Halves):
     def measure(self, model, batch):
         return {}
 
+class Changed(Halves):
+    pass  # Changed
+
 class OtherTable(Halves):
     def shape(self):
         return Axes(hidden=self.model.hidden + 1)
@@ -241,6 +244,22 @@ def test_what_is_wrong_is_told_before_anything_is_started(place: Place, case: st
     assert message in output_of(children)
     assert "Nothing was started." in output_of(children)
     assert not run_dir.exists()
+
+
+def test_an_evaluation_that_fails_since_the_code_was_changed_is_told_before_a_resume_trains(
+    place: Place,
+) -> None:
+    run_dir, module = place.path / "run", place.path / "mine.py"
+    children = place.train(run_dir, "task=mine:Changed", "train.until=[3it]")
+    assert codes(children) == [0], output_of(children)
+    before = (run_dir / "events.jsonl").read_bytes()
+    measure = "def measure(self, model, batch):\n        return super().measure(model, batch) | "
+    f1 = '{"f1": batch["x"][:, 0]}'
+    module.write_text(OWN.replace("pass  # Changed", f"{measure}{f1}"))
+    children = place.resume(run_dir, "--until", "9it")
+    assert codes(children) == [2], output_of(children)
+    assert "Changed.better must name f1 of measure() too" in output_of(children)
+    assert (run_dir / "events.jsonl").read_bytes() == before
 
 
 def test_a_metric_that_never_improves_ends_the_run_and_says_so(place: Place) -> None:

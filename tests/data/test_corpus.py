@@ -211,6 +211,11 @@ def test_a_folder_of_save_to_disk_is_told_the_kind_that_reads_it(tmp_path: Path)
         open_corpus(str(tmp_path), "text")
     (tmp_path / "notes.txt").write_text("a text beside it")
     assert len(open_corpus(str(tmp_path), "text").sizes) == 1
+    (tmp_path / "README.md").write_text("of the data set")
+    assert len(open_corpus(str(tmp_path), "text").sizes) == 1
+    (tmp_path / "state.json").unlink()  # a file of Arrow among texts, as in a repository of code
+    (tmp_path / "dataset_info.json").unlink()
+    assert len(open_corpus(str(tmp_path), "text").sizes) == 2
 
 
 def test_a_source_without_text_is_refused(tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ def test_files_that_are_in_no_split_are_named(tmp_path: Path) -> None:
         DataConfig(kind="rows", source=str(folder)), 1, tmp_path / "set", messages.append
     )
     assert f"left out of {folder}: more.jsonl, notes.txt" in messages
-    assert f"splits of {folder} that are not used (data.source_split): test" in messages
+    assert f"splits of {folder} that are not trained on (data.source_split): test" in messages
 
 
 def test_splits_of_a_saved_data_set_that_are_not_used_are_named(tmp_path: Path) -> None:
@@ -205,5 +205,18 @@ def test_splits_of_a_saved_data_set_that_are_not_used_are_named(tmp_path: Path) 
     source = str(tmp_path / "saved")
     messages: list[str] = []
     prepare_dataset(DataConfig(kind="rows", source=source), 1, tmp_path / "set", messages.append)
-    message = f"splits of {source} that are not used (data.source_split): validation"
+    message = f"splits of {source} that are not trained on (data.source_split): validation"
     assert messages.count(message) == 1
+
+
+def test_a_split_that_is_held_out_is_not_called_unused(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for name in ("train", "validation"):
+        lines = "".join(f'{{"text": "{name} text {number}"}}\n' for number in range(40))
+        (folder / f"{name}.jsonl").write_text(lines)
+    messages: list[str] = []
+    val = str(folder / "validation.jsonl")
+    data = DataConfig(kind="rows", source=str(folder), val_source=val, tokenizer="byte")
+    prepare_dataset(data, 1, tmp_path / "set", messages.append)
+    assert not [text for text in messages if text.startswith("splits of")]

@@ -13,8 +13,8 @@ import pytest
 import torch
 from pandas import DataFrame
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, random_split
+from torch_geometric.data import Batch, HeteroData, InMemoryDataset
 from torch_geometric.data import Data as Graph
-from torch_geometric.data import HeteroData
 from torch_geometric.loader import DataLoader as GraphLoader
 
 from instar.config.errors import ConfigError
@@ -440,3 +440,17 @@ def test_an_array_without_masked_values_is_an_array() -> None:
     assert type(column) is np.ndarray
     with pytest.raises(ValueError, match="x is float128, which torch does not have"):
         as_source({"x": np.zeros(3, dtype=np.longdouble)})
+
+
+def test_a_data_set_of_graphs_is_not_batched_to_look_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class InMemory(InMemoryDataset):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(None)
+            graph = Graph(x=torch.ones(3, 2), edge_index=torch.zeros(2, 4, dtype=torch.long))
+            self.data, self.slices = self.collate([graph, graph.clone()])
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("all graphs were batched")
+
+    monkeypatch.setattr(Batch, "from_data_list", refuse)
+    assert len(as_source(InMemory())) == 2

@@ -462,7 +462,8 @@ def _names(fields: Sequence[str], parts: Sequence[Any]) -> Sequence[str]:
 
 def is_graph(item: object) -> bool:
     """Return whether a sample is a PyTorch Geometric graph."""
-    return hasattr(item, "edge_index") and callable(getattr(item, "to_dict", None))
+    # in this order: a data set in memory, which has no `to_dict`, makes a batch of all its graphs for `edge_index`
+    return callable(getattr(item, "to_dict", None)) and hasattr(item, "edge_index")
 
 
 def graph_sample(graph: Any) -> dict[str, NDArray[Any]]:

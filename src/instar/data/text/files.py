@@ -79,6 +79,11 @@ def suffix_of(path: Path) -> str:
     return plain.suffix.lower()
 
 
+def is_saved(source: str) -> bool:
+    """Return whether a folder was written by `save_to_disk`."""
+    return any(Path(source, name).is_file() for name in ("state.json", "dataset_dict.json"))
+
+
 def holds_rows(path: Path) -> bool:
     """Return whether a file named so holds rows, not text, even beside files of text."""
     return suffix_of(path) in _ROWS
@@ -105,7 +110,8 @@ def find_files(source: str, key: str = "data.source") -> SourceFiles:
             else:
                 left_out.append(os.path.relpath(file, path))
         has_arrow = any(name.endswith(".arrow") for name in left_out)
-        source_files = _of_data(path, files, is_of_hub=has_arrow or _is_of_hub(path))
+        is_of_hub = (has_arrow and is_saved(source)) or _is_of_hub(path)
+        source_files = _of_data(path, files, is_of_hub=is_of_hub)
         source_files = SourceFiles(path, source_files.files, (*source_files.left_out, *left_out))
         missing = f"the folder {source} has no text files"
         if has_arrow:

@@ -74,11 +74,6 @@ def open_builder(data: DataConfig, *, streams: bool = False) -> Any:
     return builder
 
 
-def is_saved(source: str) -> bool:
-    """Return whether a folder was written by `save_to_disk`."""
-    return any(Path(source, name).is_file() for name in ("state.json", "dataset_dict.json"))
-
-
 def training_splits(data: DataConfig) -> set[str]:
     """Return the names in `data.source_split`; splits may be sliced, "train[:10%]", and added, "a+b"."""
     return {re.sub(r"\[.*", "", part).strip() for part in data.source_split.split("+")}

@@ -10,19 +10,18 @@ from __future__ import annotations
 import glob
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
-from instar.data.text.files import SourceFiles, find_files, suffix_of, walk
+from instar.data.text.files import SourceFiles, find_files, is_saved, suffix_of, walk
 from instar.data.text.formats import (
     FORMATS,
     ArrowColumn,
     check_column,
-    is_saved,
     library,
     no_split,
     open_builder,
@@ -96,8 +95,12 @@ def load_stream(data: DataConfig) -> Stream:
     return stream
 
 
-def unread_splits(data: DataConfig) -> tuple[str, ...]:
-    """Return the names of splits in the folder `data.source` other than those to train on; () of other sources."""
+def unread_splits(data: DataConfig, held_out: Iterable[Path] = ()) -> tuple[str, ...]:
+    """Return the names of splits in the folder `data.source` that nothing reads; () of other sources.
+
+    Args:
+        held_out: files that are read besides those to train on.
+    """
     if not Path(data.source).is_dir():
         return ()
     if is_saved(data.source):
@@ -105,7 +108,12 @@ def unread_splits(data: DataConfig) -> tuple[str, ...]:
             data_set = library().load_from_disk(data.source)
         names = [*data_set] if isinstance(data_set, Mapping) else []
     else:
-        names = [str(name) for name in _files_of_splits(data)]
+        held_out_files = {os.path.realpath(file) for file in held_out}
+        names = [
+            str(name)
+            for name, files in _files_of_splits(data).items()
+            if not held_out_files.issuperset(map(os.path.realpath, files))
+        ]
     read = training_splits(data)
     return () if "all" in read else tuple(name for name in names if name not in read)
 

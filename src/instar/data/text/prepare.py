@@ -193,10 +193,12 @@ def _survey(data: DataConfig, say: Say) -> tuple[Mapping[str, SourceFiles], Mapp
     left_out = {key: files.left_out for key, files in sources.items()}
     if data.kind in ("rows", "stream"):
         left_out["source"] = unread_files(data)
-        if splits := unread_splits(data):
-            say(
-                f"splits of {data.source} that are not used (data.source_split): {', '.join(splits)}"
-            )
+        held_out = [
+            file for key, files in sources.items() if key != "source" for file in files.files
+        ]
+        if splits := unread_splits(data, held_out):
+            names = ", ".join(splits)
+            say(f"splits of {data.source} that are not trained on (data.source_split): {names}")
     for key, names in left_out.items():
         if names:
             say(f"left out of {getattr(data, key)}: {names_text(names)}")

@@ -65,7 +65,7 @@ def run_trial(prepared_run: Prepared, world: World) -> list[str]:
 
 
 def try_sizes(prepared_run: Prepared, world: World, sizes: Mapping[int, Comes]) -> list[str]:
-    """Run micro-batches of the sizes that a resumed run comes to; as `run_trial`.
+    """Run micro-batches of the sizes that a resumed run comes to, and of an evaluation; as `run_trial`.
 
     Raises:
         ConfigError: one fails.
@@ -76,7 +76,11 @@ def try_sizes(prepared_run: Prepared, world: World, sizes: Mapping[int, Comes]) 
         trial = _Trial(prepared_run, world, prepared_run.spec)
         task = prepared_run.spec.task(prepared_run.config)
         samples = trial.training_samples(max(sizes))
-        return trial.try_sizes(task, trial.model_of(task), samples, sizes)
+        model = trial.model_of(task)
+        warnings = trial.try_sizes(task, model, samples, sizes)
+        model.zero_grad(set_to_none=True)
+        trial._evaluate(task, model, trial._held_out())  # the task's code may be newer than the run
+        return warnings
 
 
 @contextmanager
