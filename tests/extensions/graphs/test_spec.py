@@ -144,7 +144,14 @@ def test_causal_sets_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     spec = GraphSpec.open(run_config, 1)
     assert spec.derived["data.path"] == f"data/{folder.name}"
     assert guess.architecture == spec.architecture
+    assert guess.samples(1) == spec.samples(1) == 48
+    assert guess.split_sizes(1) == spec.split_sizes(1)
     assert isinstance(GraphSpec.assume(run_config, messages.append), GraphSpec)
+
+
+def test_a_store_that_is_not_there_is_named_by_its_key(store: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"source.* is not there[\s\S]*did you mean '{store}'"):
+        GraphSpec.open(config(store.parent / "path"), 1)
 
 
 def test_nothing_of_it_needs_torch(store: Path) -> None:

@@ -247,6 +247,17 @@ def test_classes_without_a_sign_may_be_masked() -> None:
     assert torch.equal(losses[0].weights, losses[1].weights)
 
 
+def test_edges_may_be_of_any_whole_numbers() -> None:
+    edges = as_ragged(TWELVE.columns["edges"])
+    losses = []
+    for dtype in (np.int64, np.int32, np.uint8, np.uint16, np.uint32, np.uint64):
+        column = Ragged(edges.flat.astype(dtype), edges.offsets)
+        task = task_on(Graphs({**TWELVE.columns, "edges": column}), ROLE)
+        full_batch = batch(task.spec.data)  # type: ignore[arg-type]
+        losses.append(task.loss_sum(task.build(), full_batch))
+    assert all(torch.equal(loss, losses[0]) for loss in losses)
+
+
 def test_metrics_of_nodes_are_sums_over_each_graph() -> None:
     task = task_on(TWELVE, ROLE, CHARGE)
     model = task.build()

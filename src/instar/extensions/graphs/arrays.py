@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from instar.config.errors import ConfigError
+from instar.config.errors import ConfigError, near_path
 from instar.config.files import of_bounded_depth, read_regular
 from instar.data.columns import NUMBERS, Columns, Ragged
 from instar.data.order import Int64Array
@@ -181,7 +181,9 @@ def holds_arrays(folder: str | Path) -> bool:
     return (Path(folder) / RECORD_FILE).exists()
 
 
-def open_arrays(folder: str | Path, in_memory_bytes: int = IN_MEMORY_BYTES) -> Arrays:
+def open_arrays(
+    folder: str | Path, in_memory_bytes: int = IN_MEMORY_BYTES, *, key: str = "data.path"
+) -> Arrays:
     """Open an array store; check the size of every file and the metadata of every array.
 
     Data read into memory is compared with its fingerprint, a chunk read later with its checksum.
@@ -193,7 +195,7 @@ def open_arrays(folder: str | Path, in_memory_bytes: int = IN_MEMORY_BYTES) -> A
         ConfigError: the store, or a part of it given by name, is missing or damaged.
     """
     library, path = _library(), Path(folder)
-    record = _read_record(path)
+    record = _read_record(path, key)
     _check_files(path, record.files)
     with _reading(path):
         group = library.open_group(path, mode="r", zarr_format=3)
@@ -344,11 +346,11 @@ def _check_files(folder: Path, sizes: Mapping[str, int]) -> None:
         raise ConfigError(*(problem for error in problems for problem in error.problems))
 
 
-def _read_record(folder: Path) -> ArraysRecord:
+def _read_record(folder: Path, key: str) -> ArraysRecord:
     file = folder / RECORD_FILE
     if not file.is_file():
         what = f"has no {RECORD_FILE}" if folder.is_dir() else "is not there"
-        raise ConfigError.of(f"the array store {folder} {what}", where="data.path")
+        raise ConfigError.at(key, f"the array store {folder} {what}", near_path(str(folder)))
     try:
         attributes = msgspec.json.decode(of_bounded_depth(read_regular(file, follow=True)))[
             "attributes"
@@ -358,7 +360,7 @@ def _read_record(folder: Path) -> ArraysRecord:
             np.dtype(array.dtype)
     except (msgspec.DecodeError, ValueError, KeyError, TypeError) as error:
         message = f"not the record of an array store: {error}"
-        hint = "make it again, or name another data.path"
+        hint = f"make it again, or name another {key}"
         raise ConfigError.of(message, str(file), hint) from None
     if record.format != ARRAYS_FORMAT:
         raise ConfigError.of(f"format {record.format!r} is not {ARRAYS_FORMAT!r}", where=str(file))

@@ -19,7 +19,7 @@ from instar.data.columns import Columns, as_ragged
 from instar.data.order import Int64Array
 from instar.data.sample_set import SampleSet
 from instar.data.sampling import DrawRule, sampling_of
-from instar.data.source import InMemorySource, Source, WeightedSource
+from instar.data.source import InMemorySource, Source, WeightedSource, WrappedSource
 from instar.data.split import UNUSED
 from instar.data.user_sets import sample_set, split_samples
 from instar.extensions.graphs.arrays import Arrays, holds_arrays, open_arrays
@@ -47,6 +47,21 @@ class NodeCounts:
         """Return the nodes of each graph that count in the loss, [samples]."""
         column = as_ragged(columns[self.mask or "x"])
         return (column.sizes if self.mask is None else true_counts(column)).astype(np.float64)
+
+
+@dataclass(frozen=True, eq=False)
+class _Repeated(WrappedSource):
+    """A few samples over and over, in place of `count` samples of their kind."""
+
+    source: InMemorySource
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def read(self, indices: Int64Array, epoch: int = 0) -> Columns:
+        """See `Source`."""
+        return self.source.read(indices % len(self.source), epoch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,15 +111,18 @@ class GraphSpec(SampleSetSpec):
         config = _graph(loaded_config.config)
         if not config.data.is_generated or holds_arrays(_folder(config)):
             return cls.open(loaded_config, world_size)
-        source = InMemorySource(preview_causal_sets(config.data.causal_sets, config.data_seed))
+        data, seed = config.data, config.data_seed
+        preview = InMemorySource(preview_causal_sets(data.causal_sets, seed))
         say(
-            f"no data in {_folder(config)} yet; a run would generate them: {len(source)} "
-            f"{config.data.source} stand in for them"
+            f"no data in {_folder(config)} yet; a run would generate them: {len(preview)} "
+            f"{data.source} stand in for them"
         )
-        all_indices = {"train": np.arange(len(source))}
-        survey = survey_graphs(source, {"val": all_indices["train"]}, config.model)
-        shape = _shape(config, survey)
-        return cls(config, shape, SampleSet(source, all_indices, config.data), survey)
+        survey = survey_graphs(preview, {"val": np.arange(len(preview))}, config.model)
+        source = _Repeated(preview, data.causal_sets.sets)
+        splits = split_samples(source, data, seed)
+        sampling = sampling_of(source, splits["train"], data)
+        samples = SampleSet(source, splits, data, sampling=sampling)
+        return cls(config, _shape(config, survey), samples, survey)
 
     @classmethod
     def section(cls, config: Mapping[str, Any], architecture: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,7 +190,9 @@ def _open_source(
     """Return all graphs, those of each split, and how those to train on are drawn."""
     data, seed = config.data, config.data_seed
     if _is_stored(config):
-        arrays = open_arrays(_folder(config))
+        arrays = open_arrays(
+            _folder(config), key="data.path" if data.is_generated else "data.source"
+        )
         splits = split_samples(arrays, data, seed)
         return arrays, splits, sampling_of(arrays, splits["train"], data)
     make = load_named(data.source, key="data.source")

@@ -123,7 +123,8 @@ class GraphTask(Task):
         edges_EF = (
             _ragged_column(batch, "edge_attr")[0] if self.architecture.edge_features else None
         )
-        edges_E2 = edges_E2 + first_of_graph[:, None]
+        # torch adds unsigned numbers of more than a byte to no others
+        edges_E2 = edges_E2.long() + first_of_graph[:, None]
         outputs: Tensor = model(x_NF, edges_E2, offsets, graph_GF, edges_EF)
         return at_least_float32(outputs)
 
