@@ -19,7 +19,7 @@ from instar.checkpoint.store import load_checkpoint
 from instar.cli.main import main
 from instar.config.errors import ConfigError
 from instar.config.load import load_config
-from instar.extensions.delta import config
+from instar.extensions.delta import commands, config
 from instar.extensions.delta import writer as writing
 from instar.extensions.delta.chain import Link, links, load_state, verify_chain
 from instar.extensions.delta.events import Delta
@@ -267,6 +267,20 @@ def test_a_chain_that_ends_before_the_latest_checkpoint_is_not_said_to_be_whole(
     assert main(["delta", "verify", "--json", str(folder)]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["whole"], report["gaps"]) == (False, [[4, 4]])
+
+
+def test_a_chain_that_grows_while_it_is_verified_is_whole(
+    trainer: Make, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = train_and_save(trainer("checkpoint.delta.every=1", "train.until=[4it]"))
+
+    def verify_earlier_chain(folder: Path) -> list[Link]:
+        return verify_chain(folder)[:-2]  # the run has made two steps since
+
+    monkeypatch.setattr(commands, "verify_chain", verify_earlier_chain)
+    assert main(["delta", "verify", "--json", str(folder_of(run))]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["last"], report["whole"], report["gaps"]) == (2, True, [])
 
 
 def test_export_refuses_the_state_of_another_shape_than_the_run_has(

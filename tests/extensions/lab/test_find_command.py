@@ -58,6 +58,9 @@ def test_mistakes_are_found_before_any_training(instar: Instar) -> None:
     )
     refusal = instar("find", "lr", "tiny.yaml", "--steps", "8", "--budget", "1", code=2)
     assert "--budget" in refusal.stderr
+    refusal = instar("find", "lr", "tiny.yaml", "--steps", "8", "-o", "none/a.png", code=2)
+    assert "no such folder: none" in refusal.stderr
+    assert "loss" not in refusal.stderr
 
 
 def test_a_micro_batch_is_proposed_that_keeps_the_global_batch(instar: Instar, place: Path) -> None:

@@ -128,6 +128,7 @@ def test_ctrl_c_leaves_a_run_that_the_same_command_goes_on_with(
         ((), "Write e.g. --budget 30min"),
         (("--budget", "100it"), "'100it' is no time"),
         (("--budget", "2s"), "give at least"),
+        (("--budget", "2h", "--set", "train.until=30it"), "30 steps, and a pilot needs 40"),
         (("--steps", "40", "--set", "schedule=[]"), "schedule grows no model"),
         (("--steps", "40", "--set", "model.from=run"), "run"),
     ],

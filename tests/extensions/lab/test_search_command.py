@@ -16,6 +16,7 @@ import figures
 import pytest
 from forks import Forks
 
+from instar.cli.main import main
 from instar.run.load_config import load_run_config
 
 Instar = Callable[..., subprocess.CompletedProcess[str]]
@@ -92,7 +93,7 @@ def latest(run: Path) -> str:
 
 
 def test_the_best_config_is_that_with_the_schedule(
-    search_folder: Path, monkeypatch: pytest.MonkeyPatch
+    search_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(search_folder)
     schedule = load_run_config("deep.yaml", ["schedule=deep.schedule.yaml"]).config
@@ -101,6 +102,8 @@ def test_the_best_config_is_that_with_the_schedule(
     assert best == schedule
     output = (search_folder / "said.txt").read_text()
     assert output.endswith("deep.best.yaml\nnext: instar train deep.best.yaml\n")
+    assert main(["train", "deep.best.yaml", "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["saving"]["source"] == "deep.best.pilot.json"
 
 
 def test_all_are_compared_at_equal_flops_and_half_of_them_go_on(search_folder: Path) -> None:
@@ -233,6 +236,7 @@ def test_a_dry_run_prints_the_candidates_and_trains_none(instar: Instar, place: 
     [
         (("--budget", "100it"), "'100it' is no time"),
         (("--budget", "2s"), "give at least"),
+        (("--budget", "2h", "--set", "train.until=60it"), "60 steps, and a search needs 80"),
         (("--set", "model.n_layer=1"), "leaves nothing to grow"),
         (("--set", "learning_rate.shape=cosine"), "has no stable part"),
         (
@@ -281,6 +285,7 @@ def test_a_search_of_something_else_is_not_gone_on_with(
     for option, difference in (
         ("optimizer.lr=0.001", "settings of optimizer.lr"),
         ("eval.eval_iters=4", "settings of eval.eval_iters"),
+        ("train.until=300it", "settings of train.until"),
         ("model.n_layer=4", "settings of model.n_layer"),
         ("schedule=[{name: stack_layers, value: 2, when: {at_step: 9}}]", "candidates"),
     ):

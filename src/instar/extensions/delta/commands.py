@@ -294,17 +294,15 @@ def chain_at(text: str) -> Path:
 def _gaps(folder: Path, chain: Sequence[Link]) -> list[tuple[tuple[int, int], str]]:
     """Return the first and the last step of each gap of a chain, and what follows it."""
     gaps = [(link.missing, link.file.name) for link in chain if link.missing is not None]
-    at_end = _unsaved_deltas(folder.parent, chain[-1].step) if chain else None
+    at_end = _unsaved_deltas(folder) if chain else None
     return gaps if at_end is None else [*gaps, at_end]
 
 
-def _unsaved_deltas(root: Path, last: int) -> tuple[tuple[int, int], str] | None:
+def _unsaved_deltas(folder: Path) -> tuple[tuple[int, int], str] | None:
     """Return the steps up to a run's latest checkpoint whose deltas were due and are not in its chain,
     and the checkpoint's name; None: there are none, or the folder is no run's.
-
-    Args:
-        last: step of the chain's last state.
     """
+    root = folder.parent
     path = pointer_target(root, LATEST)
     if path is None:
         return None
@@ -314,6 +312,8 @@ def _unsaved_deltas(root: Path, last: int) -> tuple[tuple[int, int], str] | None
             began_with(RunDir(root), manifest), history_from_json(manifest.history)
         )
         every = delta_config(config).every
+        # read after the pointer, as a run that goes on writes deltas before the checkpoint
+        last = links(folder)[-1].step
         missing = None if every is None else missing_steps(last, manifest.step + 1, every)
         return None if missing is None else (missing, path.name)
     return None

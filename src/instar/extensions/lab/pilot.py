@@ -142,6 +142,9 @@ def _plan(measurement: MeasuredConfig, request: ShortRunRequest) -> Pilot:
     """Choose the runs that the budget allows, by the time of a few steps."""
     config, forecast = measurement.config, measurement.forecast
     steps, seeds = request.steps, request.seeds or (config.seed,)
+    fewest = 2 * short_runs.FEWEST_STEPS
+    if steps is None:
+        short_runs.check_run_steps(measurement, fewest, "pilot")
     first, last = forecast.stages[0], forecast.stages[-1]
     times = [
         measurement.seconds([*_model(measurement, stage), "schedule=[]"], request.say)
@@ -160,10 +163,8 @@ def _plan(measurement: MeasuredConfig, request: ShortRunRequest) -> Pilot:
     per_step = len(seeds) * sum(costs) * final.seconds_per_step * (1 + short_runs.EVALUATED)
     if steps is None:
         steps = int(min(measurement.run_steps, seconds / per_step))
-    if steps < 2 * short_runs.FEWEST_STEPS:
-        needed_s = (
-            2 * short_runs.FEWEST_STEPS * per_step + count * short_runs.START_S
-        ) / short_runs.BUDGET_USED
+    if steps < fewest:
+        needed_s = (fewest * per_step + count * short_runs.START_S) / short_runs.BUDGET_USED
         raise short_runs.too_short(
             f"{count} runs of at least {short_runs.FEWEST_STEPS} steps", request.budget_s, needed_s
         )

@@ -143,7 +143,7 @@ def _read_or_plan(
     if state.exists():
         plan = read_search(state)
         short_runs.check_begun(state, request, plan.rungs[-1], plan.seeds)
-        _check_same(state, plan, candidates, final.config)
+        _check_same(state, plan, candidates, final)
         return plan
     if file.exists():
         hint = "choose another file with -o"
@@ -261,7 +261,9 @@ def _plan(
     final: _Final, candidates: tuple[GrowthCandidate, ...], request: ShortRunRequest
 ) -> ScheduleSearch:
     """Choose the horizon that the budget allows, by the time of a few steps."""
-    measurement = final.measurement
+    measurement, fewest = final.measurement, short_runs.FEWEST_STEPS * RUNGS[0]
+    if request.steps is None:
+        short_runs.check_run_steps(measurement, fewest, "search")
     (stage,) = measurement.forecast_of(final.settings).stages
     smallest = min(candidates, key=lambda candidate: candidate.stages[0].flops_per_token)
     times = [
@@ -288,7 +290,6 @@ def _plan(
     if steps is None:
         share = (short_runs.BUDGET_USED * request.budget_s - fixed) / seconds_each
         steps = int(measurement.run_steps * min(1.0, share))
-    fewest = short_runs.FEWEST_STEPS * RUNGS[0]
     if steps < fewest:
         needed_s = (seconds_each * fewest / measurement.run_steps + fixed) / short_runs.BUDGET_USED
         raise short_runs.too_short(
@@ -306,11 +307,13 @@ def _compared(config: RunConfig) -> dict[str, Any]:
 
 
 def _check_same(
-    file: Path, plan: ScheduleSearch, candidates: tuple[GrowthCandidate, ...], config: RunConfig
+    file: Path, plan: ScheduleSearch, candidates: tuple[GrowthCandidate, ...], final: _Final
 ) -> None:
     """Raise ConfigError if a search is about another config."""
-    settings = _compared(config)
+    settings = _compared(final.config)
     keys = sorted(k for k in {*settings, *plan.settings} if settings.get(k) != plan.settings.get(k))
+    if plan.run_steps != final.measurement.run_steps:
+        keys.append("train.until")
     if keys or plan.candidates != candidates:
         difference = f"settings of {', '.join(keys)}" if keys else "candidates"
         message = f"was begun with other {difference}"
@@ -422,7 +425,11 @@ def _result(final: _Final, plan: ScheduleSearch, file: Path) -> SearchResult:
         saving = predict_saving(pilot, costs, source=os.fspath(pilot_path(file)))
     except ValueError:  # the final size from scratch diverged
         saving = None
-    write_json(pilot_path(file), structs.replace(pilot, found=pilot_summary(pilot)))
+    for config_file in (
+        file,
+        _best_path(file),
+    ):  # each `--dry-run` looks beside the one that it reads
+        write_json(pilot_path(config_file), structs.replace(pilot, found=pilot_summary(pilot)))
     if not file.exists():  # what was added to it stays
         replace_file(file, _text(final, plan, winner, saving).encode())
     text = _config_text(measurement.path)

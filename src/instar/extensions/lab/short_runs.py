@@ -176,6 +176,14 @@ def evaluations(steps: int, step_s: float, evaluation_s: float) -> int:
     return max(_FEWEST_EVALUATIONS, min(_EVALUATIONS, int(affordable)))
 
 
+def check_run_steps(measurement: MeasuredConfig, fewest: int, kind: str) -> None:
+    """Raise ConfigError if a config's run is too short for runs that are shorter still, whatever the budget."""
+    if measurement.run_steps < fewest:
+        message = f"ends the run after {measurement.run_steps:,} steps, and a {kind} needs {fewest}"
+        hint = f"make it longer, or give --steps {fewest}"
+        raise refusal(measurement.loaded_config, "train.until", message, hint)
+
+
 def too_short(what: str, budget_s: float, needed_s: float) -> ConfigError:
     """Return the error of a budget that is too small."""
     hint = f"give at least {Budget('seconds', max(1.0, round(needed_s)))}"

@@ -10,8 +10,10 @@ import click
 
 from instar.cli.options import CommandGroup, json_option, set_option, trust_option
 from instar.cli.output import picture_kind, print_json, print_named, print_table, write_picture
+from instar.config.errors import ConfigError
 from instar.config.files import read_regular
 from instar.config.writers.edit import check_replaceable, edited_config
+from instar.logs.plot.picture import check_matplotlib, picture
 from instar.record.atomic import replace_file
 from instar.record.format import bytes_text, si
 
@@ -68,30 +70,32 @@ def lr(
     says, is written as a file.
     """
     kind = None if output is None else picture_kind(output, "-o")
+    if output is not None:
+        check_matplotlib()
+        if not output.absolute().parent.is_dir():
+            raise ConfigError.of(f"no such folder: {output.parent}", "-o")
 
     from instar.run.load_config import load_run_config
 
     loaded_config = load_run_config(cfg, overrides)
     path = write or Path(cfg or loaded_config.config.name).with_suffix(".lr.yaml")
     check_replaceable(path, _LR, "--write")
+    text = "" if cfg is None else read_regular(cfg, follow=True).decode("utf-8-sig")
 
     from instar.extensions.lab.find.learning_rate import find_learning_rate, rates_chart
 
     result = find_learning_rate(
         loaded_config, steps, budget, say=_say, on_run=lambda run: _say(str(run))
     )
+    settings = [*overrides, *(f"{key}={value:.4g}" for key, value in result.settings.items())]
+    replace_file(path, edited_config(text, settings, _LR, result.notes()).encode())
     if output is not None and kind is not None:
-        from instar.logs.plot.picture import picture
-
         rounds = {
             f"{steps:,} steps": [(run.lr, run.loss) for run in runs]
             for steps, runs in result.rate.rounds().items()
         }
         write_picture(output, picture(rates_chart(rounds, result.rate.lr), kind), "-o")
         _say(f"wrote {output}")
-    settings = [*overrides, *(f"{key}={value:.4g}" for key, value in result.settings.items())]
-    text = "" if cfg is None else read_regular(cfg, follow=True).decode("utf-8-sig")
-    replace_file(path, edited_config(text, settings, _LR, result.notes()).encode())
     if as_json:
         print_json(result.to_dict() | {"config": str(path)})
         return
