@@ -197,8 +197,8 @@ def _survey(data: DataConfig, say: Say) -> tuple[Mapping[str, SourceFiles], Mapp
             file for key, files in sources.items() if key != "source" for file in files.files
         ]
         if splits := unread_splits(data, held_out):
-            names = ", ".join(splits)
-            say(f"splits of {data.source} that are not trained on (data.source_split): {names}")
+            unread = ", ".join(splits)
+            say(f"splits of {data.source} that are not trained on (data.source_split): {unread}")
     for key, names in left_out.items():
         if names:
             say(f"left out of {getattr(data, key)}: {names_text(names)}")
