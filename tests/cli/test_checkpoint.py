@@ -495,6 +495,9 @@ def test_an_imported_model_may_be_given_data_and_an_average_until_it_trains(
     instar("resume", "imported", *cubes, "--set", "train.ema=0.9", "--until", "3it")
     checkpoint = load_checkpoint(place / "imported" / "checkpoints" / "step-3")
     assert {"model", "ema", "optimizer"} <= set(checkpoint.components)
+    for option, is_said in (((), True), (("--ema",), False)):
+        exported = instar("checkpoint", "export", "imported", f"hf{is_said}", "--to", "hf", *option)
+        assert ("without --ema: the weights themselves" in exported.stderr) is is_said
     instar("resume", "imported", "--until", "4it")
     result = instar("resume", "imported", "--set", "train.ema=0.5", "--until", "5it", code=2)
     assert "train.ema" in result.stderr

@@ -308,6 +308,11 @@ def export_checkpoint(
         raise click.UsageError("--with-base is for --to peft")
     with _with_advice(path):
         checkpoint = load_checkpoint(path)
+    if "ema" in checkpoint.components and not ema:
+        click.echo(
+            "without --ema: the weights themselves, not their moving average, which sample and test use",
+            err=True,
+        )
     if form == "peft":
         with _checkpoint_errors():
             base = export_adapter(
