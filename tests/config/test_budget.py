@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instar.config.budget import MOST, Budget, Kind, parse_budget
+from instar.config.budget import MOST, Budget, Counters, Kind, eta, parse_budget
 
 
 @pytest.mark.parametrize(
@@ -88,3 +88,12 @@ def test_any_text_is_a_budget_or_a_value_error(text: str) -> None:
 def test_an_impossible_number_of_steps_is_refused(amount: float) -> None:
     with pytest.raises(ValueError, match=r"budget must be|are whole"):
         Budget("steps", amount)
+
+
+def test_the_time_left_is_that_of_the_pace_of_what_was_timed() -> None:
+    budgets, counters = [Budget("steps", 200_000)], Counters(100_060, active_s=60.0)
+    assert eta(budgets, counters, 0.0, 60.0, Counters(100_000).amounts(0.0)) == pytest.approx(
+        99_940
+    )
+    assert eta(budgets, Counters(50_000), 0.0, 60.0) == pytest.approx(180)
+    assert eta(budgets, Counters(100_000), 0.0, 1.0, Counters(100_000).amounts(0.0)) is None

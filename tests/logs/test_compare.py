@@ -186,6 +186,12 @@ def test_a_loss_that_is_not_reached_is_told(two: tuple[RunDir, RunDir]) -> None:
     assert text.count("fewer") == 0
 
 
+def test_a_loss_that_is_reached_before_the_first_step_is_told(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, {10: 3.5}, {0: 4.0, 10: 2.0}) for name in ("a", "b")]
+    text = "\n".join(comparison_text(side_by_side(*runs, target=5.0)))
+    assert "b and a cannot be compared: it is reached at step 0 already" in text
+
+
 def test_groups_are_compared_seed_by_seed(tmp_path: Path) -> None:
     ends = {("a", 1): 10, ("a", 2): 20, ("a", 3): 99, ("b", 1): 5, ("b", 2): 8}
     runs = [

@@ -46,6 +46,14 @@ def test_a_growth_that_was_superseded_begins_no_stage(tmp_path: Path) -> None:
     assert (only.from_step, only.to_step, only.parameters) == (0, 30, 20_000)
 
 
+@pytest.mark.parametrize("begin", [0, 10])
+def test_an_operation_of_a_start_that_saved_nothing_counts_once(tmp_path: Path, begin: int) -> None:
+    first = [(start_event(1, begin), 1), (widen_event(begin), 1), *steps(begin + 1, begin + 5)]
+    again = [(start_event(2, begin), 2), (widen_event(begin), 2), *steps(begin + 1, begin + 9, 2)]
+    run_stages = stages(read_record(write(tmp_path / "killed", [*first, *again])))
+    assert [stage.operation for stage in run_stages] == ["", "widen_mlp 64→96"]
+
+
 def test_a_run_that_has_not_trained_yet_has_an_empty_stage(tmp_path: Path) -> None:
     (only,) = stages(read_record(write(tmp_path / "new", [(start_event(), 1)])))
     assert (only.steps, only.tokens, only.loss) == (0, 0, None)

@@ -22,7 +22,7 @@ from instar.logs.query.runs import find_runs, list_rows, row_to_json
 from instar.logs.query.summary import summarize, summary_to_json
 from instar.logs.read.columns import Column
 from instar.logs.read.extract import rows_of
-from instar.logs.read.record import RunRecord, Series, read_record, read_records
+from instar.logs.read.record import AXES, RunRecord, Series, read_record, read_records
 from instar.record.events import Event, RecordError
 from instar.record.rundir import RunDir, runs_in
 
@@ -273,7 +273,8 @@ def plot(
         RecordError: a record cannot be read.
     """
     records = _records(runs, "instar.plot")
-    return plot_records(records, metrics, axis=axis_named(axis), smooth=smooth, log=log)
+    axis = axis_named(axis, AXES, "instar.plot")
+    return plot_records(records, metrics, axis=axis, smooth=smooth, log=log)
 
 
 def _records(runs: Sequence[Run | str | os.PathLike[str]], where: str) -> list[RunRecord]:

@@ -24,7 +24,7 @@ from instar.logs.query.state import run_status
 from instar.logs.query.summary import summarize
 from instar.logs.read.record import read_record
 from instar.record.events import Asked, Saved
-from instar.record.format import asked_text, operation_lines
+from instar.record.format import asked_text, loss, operation_lines
 from instar.record.rundir import RunDir, find_run
 from instar.schedule.render import render_change
 from instar.schedule.typed import typed_entry
@@ -166,7 +166,7 @@ def _print_status(status: dict[str, Any], as_json: bool) -> None:
         parts.append(f"{max(0.0, time.time() - status['seen']):.0f} s ago")
     for key, name in (("loss", "loss"), ("val_loss", "val")):
         if key in status:
-            parts.append(f"{name} {status[key]:.4f}")
+            parts.append(f"{name} {loss(status[key], 4)}")
     if "saved" in status:
         parts.append(f"saved {status['saved']}")
     click.echo("  ".join(parts))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
@@ -167,15 +167,24 @@ def fraction_used(budgets: Sequence[Budget], counters: Counters, epochs: Epochs)
 
 
 def eta(
-    budgets: Sequence[Budget], counters: Counters, epochs: float, elapsed_s: float
+    budgets: Sequence[Budget],
+    counters: Counters,
+    epochs: float,
+    elapsed_s: float,
+    untimed: Mapping[Kind, float] | None = None,
 ) -> float | None:
     """Return how much longer a run lasts, in the unit of `elapsed_s`, at the pace so far; None without a budget
-    that allows an estimate."""
+    that allows an estimate.
+
+    Args:
+        untimed: amounts that `elapsed_s` does not include, such as steps of another tool; None: there are none.
+    """
     amounts = counters.amounts(epochs)
+    timed = {kind: amount - (untimed or {}).get(kind, 0) for kind, amount in amounts.items()}
     remaining = [
-        elapsed_s * (budget.amount / amounts[budget.kind] - 1.0)
+        elapsed_s * (budget.amount - amounts[budget.kind]) / timed[budget.kind]
         for budget in budgets
-        if budget.kind != "loss" and amounts[budget.kind] > 0
+        if budget.kind != "loss" and timed[budget.kind] > 0
     ]
     return max(0.0, min(remaining)) if remaining else None
 

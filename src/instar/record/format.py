@@ -60,7 +60,9 @@ def si(number: float) -> str:
     if not math.isfinite(number):
         return str(number)
     if abs(number) < 999.5:
-        return f"{number:.0f}" if number == round(number) or abs(number) >= 100 else f"{number:.2g}"
+        return (
+            f"{number:.0f}" if number == round(number) or abs(number) >= 99.5 else f"{number:.2g}"
+        )
     size, scale = next((s for s in reversed(_SCALES) if abs(number) < 999.5 * s[0]), _SCALES[0])
     mantissa = number / size
     decimals = 2 if abs(mantissa) < 9.995 else 1 if abs(mantissa) < 99.95 else 0
@@ -90,8 +92,9 @@ def unit_text(unit: str) -> str:
 
 
 def loss(value: float, decimals: int = 3) -> str:
-    """Format a loss with `decimals`, or with an exponent from 1e4 on."""
-    return f"{value:.{decimals}f}" if not abs(value) >= 1e4 else f"{value:.2e}"
+    """Format a loss with `decimals`, or with an exponent from 1e4 on and where they would show none of its digits."""
+    is_plain = value == 0 or not (abs(value) >= 1e4 or abs(value) < 10.0**-decimals)
+    return f"{value:.{decimals}f}" if is_plain else f"{value:.2e}"
 
 
 def scientific(value: float, decimals: int = 1) -> str:

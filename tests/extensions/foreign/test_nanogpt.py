@@ -24,7 +24,7 @@ from instar.extensions.foreign.nanogpt.checkpoint import import_checkpoint
 from instar.extensions.foreign.nanogpt.settings import shape_of
 from instar.extensions.foreign.nanogpt.states import as_gpt2
 from instar.models.hf.tensors import from_tensors, parts_of_tensors
-from instar.record.events import Eval, Train, read_events
+from instar.record.events import Eval, RunFinished, Train, read_events
 from instar.run.load_config import load_run_config
 from instar.run.start.preflight import preflight
 
@@ -112,6 +112,10 @@ def test_a_run_goes_on_as_it_would_have_there(
     assert losses[20 + MORE] < losses[20] - 0.01, "these steps change nothing that a loss shows"
     rates = [(event.step, event.lr) for event in events(run, Train)]
     assert rates == [(n, pytest.approx(learning_rate(n - 1))) for n in range(21, 21 + MORE)]
+
+    (end,) = events(run, RunFinished)
+    tokens_here = end.tokens * MORE / (20 + MORE)
+    assert end.tokens_per_s == pytest.approx(tokens_here / end.active_s)
 
     last = load_checkpoint(run / "checkpoints" / f"step-{20 + MORE}")
     arch = instar.load_model(run).arch

@@ -88,7 +88,7 @@ def overview_sections(record: RunRecord, rows: int) -> Iterator[Section]:
     yield text_section(*_lead(summary))
     items = [figure[:3] for figure in key_figures(summary, stages(record))]
     yield {"kind": "facts", "items": items}
-    heads = ("run", "branch at", "state", "step>", "best val/loss>")
+    heads = ("run", "branch at", "state", "step>", "best val>")
     yield table_section("Family", heads, map(list, family_rows(summary)), rows)
     yield notices("Warnings and alerts", list(_warnings(record)), rows)
     faults = [("", None, shorten_text(fault)) for fault in summary.faults]
@@ -109,18 +109,23 @@ def _lead(summary: Summary) -> Iterator[str]:
 
 def key_figures(summary: Summary, run_stages: Sequence[RunStage]) -> Iterator[Figure]:
     """Yield the key figures of a run."""
-    best = [name for name in summary.best if name.startswith("val/")]
-    for name in best[:HEADLINES]:
+    followed = [summary.best_metric] if summary.best_metric in summary.best else []
+    best = dict.fromkeys([*followed, *(name for name in summary.best if name.startswith("val/"))])
+    for name in [*best][:HEADLINES]:
         value = summary.best[name]
         error = "" if value.error is None else f"± {value.error:.2g} "
         last = summary.last.get(name)
-        after = "" if last is None or last.step == value.step else f", last {last.value:.4f}"
+        after = (
+            "" if last is None or last.step == value.step else f", last {number_text(last.value)}"
+        )
         note = f"{error}at step {value.step:,}{after}"
-        yield f"best {name}", f"{value.value:.4f}", note, value.value
+        yield f"best {name}", number_text(value.value), note, value.value
     if (loss := summary.last.get("loss")) is not None:
         lowest = summary.best.get("loss")
-        note = "" if lowest is None else f"lowest {lowest.value:.4f} at step {lowest.step:,}"
-        yield "training loss", f"{loss.value:.4f}", note, loss.value
+        note = (
+            "" if lowest is None else f"lowest {number_text(lowest.value)} at step {lowest.step:,}"
+        )
+        yield "training loss", number_text(loss.value), note, loss.value
     sizes = [stage.parameters for stage in run_stages if stage.parameters]
     has_grown = len(sizes) > 1 and sizes[0] != sizes[-1]
     if sizes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, nan
 from pathlib import Path
@@ -21,6 +21,7 @@ from instar.logs.read.record import RunRecord, Series
 from instar.record.events import (
     Alert,
     BeginsAnew,
+    Branched,
     Eval,
     Event,
     OperationEvent,
@@ -121,6 +122,17 @@ def summary_to_json(summary: Summary) -> dict[str, Any]:
     return as_json
 
 
+def _rate(
+    at: Placed, first: RunStarted | None, losses: Series | None, events: Iterable[Event]
+) -> float | None:
+    """Return tokens per second of training; of a run that goes on from steps without a record, since its own first."""
+    tokens, seconds = at.tokens, at.active_s
+    goes_on = first is not None and first.step and not any(isinstance(e, Branched) for e in events)
+    if goes_on and losses is not None and len(own := losses.current()) > 1:
+        tokens, seconds = tokens - int(own.tokens[0]), seconds - float(own.active_s[0])
+    return tokens / seconds if seconds > 0 else None
+
+
 def summarize(record: RunRecord, now: float | None = None) -> Summary:
     """Summarize `record`; `now`: Unix seconds, to judge whether a run on another machine is alive."""
     run = record.run
@@ -156,7 +168,7 @@ def summarize(record: RunRecord, now: float | None = None) -> Summary:
         flops=at.flops,
         wall_s=at.wall_s,
         active_s=at.active_s,
-        tokens_per_s=at.tokens / at.active_s if at.active_s > 0 else None,
+        tokens_per_s=_rate(at, first, curves.get("loss"), current_events),
         last=_last_values(curves, ends),
         best=_best_values(curves),
         best_metric=best_metric

@@ -45,7 +45,7 @@ from instar.record.rundir import RunDir
 
 SMALL_BYTES = 1 << 15
 """bytes up to which new lines are read again rather than cached"""
-_FORM = 5
+_FORM = 6
 _FILE = "summary.json"
 _MEASUREMENTS = tuple(b'{"v":%d,"kind":"%s"' % (VERSION, kind) for kind in (b"train", b"layers"))
 MOST_BYTES = 1 << 32

@@ -371,8 +371,13 @@ class SegmentTree(msgspec.Struct):
             self.saved[PurePath(event.path).name] = event.segment
         elif isinstance(event, RunStarted):
             self.began[event.segment] = event.step
-            parent = self.saved.get(event.resumed_from or "", event.segment)
-            if parent < event.segment:
+            parent = self.saved.get(event.resumed_from or "")
+            if parent is None:
+                # nothing goes on from a segment that began no earlier: it has saved nothing
+                parent = event.segment - 1
+                while parent > 0 and event.step <= self.began.get(parent, -1):
+                    parent = self.parents.get(parent, parent - 1)
+            if parent < event.segment - 1:
                 self.parents[event.segment] = parent
 
     def limits(self, first_steps: Mapping[int, int] | None = None) -> dict[int, int]:

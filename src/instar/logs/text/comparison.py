@@ -109,9 +109,13 @@ def sentences(goal: ToLoss, names: Sequence[str], unit: str, and_fold: str = "")
             ]
             runs_missing = " and ".join(missing)
             verb = "does" if len(missing) == 1 else "do"
+            reached = (*goal.reached[0], *losses_reached)
+            at_start = any(loss is not None and not loss.at["step"] for loss in reached)
             why = (
                 f"{runs_missing} {verb} not reach it"
                 if runs_missing
+                else "it is reached at step 0 already: compare at a better value"
+                if at_start
                 else f"no pair of runs with equal seed{and_fold} reaches it"
             )
             yield f"{name} and {base} cannot be compared: {why}"
@@ -123,7 +127,7 @@ def _pairing_note(share: Saving, and_fold: str) -> str:
     if share.left_out:
         is_plural, what = share.left_out > 1, "pair" if share.pairs else "run"
         parts.append(
-            f"{share.left_out} {f'{what}s do' if is_plural else f'{what} does'} not reach it"
+            f"{share.left_out} {f'{what}s do' if is_plural else f'{what} does'} not reach it, or at step 0"
         )
     return f" ({'; '.join(parts)})" if parts else ""
 

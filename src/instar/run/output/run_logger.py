@@ -105,6 +105,8 @@ class RunLogger:
         self.started = time.monotonic()
         self.paused_s = 0.0
         """total seconds between saves and the resumes from them"""
+        self.untimed = Counters()
+        """what another tool trained before, of which no time is known"""
         self.last_loss: float | None = None
         self._warned_of_empty = False
         self.last_step = GradNorm(math.nan), 0.0
@@ -464,7 +466,9 @@ class RunLogger:
             best_metric=self.best_metric,
             best_value=best_state.best,
             best_value_step=best_state.best_step,
-            tokens_per_s=progress.tokens / progress.active_s if progress.active_s else None,
+            tokens_per_s=(progress.tokens - self.untimed.tokens) / progress.active_s
+            if progress.active_s
+            else None,
         )
         event = self._write(progress, event)
         stop_reason = "" if decision.is_budget else decision.reason
@@ -488,6 +492,7 @@ class RunLogger:
             "wall_s": self.wall_s(),
             "paused_s": self.paused_s,
             "saved_at": time.time(),
+            **({"untimed": dataclasses.asdict(self.untimed)} if self.untimed.step else {}),
         }
 
     def restore(self, state: Mapping[str, Any], progress: Counters) -> None:
@@ -496,6 +501,7 @@ class RunLogger:
         pause = max(0.0, time.time() - saved_at)
         self.paused_s = msgspec.convert(state.get("paused_s", 0.0), float) + pause
         self.started = time.monotonic() - wall_s - pause
+        self.untimed = msgspec.convert(state.get("untimed", {}), Counters)
         self.last_loss = msgspec.convert(state["last_loss"], float | None)
         self._start_interval(progress)
         if (interval := state.get("interval")) is not None:
@@ -531,4 +537,5 @@ class RunLogger:
         """Estimated seconds until the first budget is used up, at the pace so far (without pauses
         between resumes); None without a budget that allows an estimate."""
         running = self.wall_s() - self.paused_s
-        return eta(self.budgets, progress, self.epochs(progress.samples), running)
+        untimed = self.untimed.amounts(self.epochs(self.untimed.samples))
+        return eta(self.budgets, progress, self.epochs(progress.samples), running, untimed)

@@ -165,7 +165,10 @@ class Runs extends EventTarget {
       x: Object.fromEntries(axes.map((axis) => [axis, []])), value: [], superseded: [], segment: 0,
     });
     const lastStep = series.x.step.at(-1) ?? -1;
-    const first = points.x.step.findIndex((step) => points.segment > series.segment || step > lastStep);
+    const lastTime = series.x.time.at(-1) ?? -1;
+    // a step is evaluated again after a growth
+    const isNew = (step, i) => step > lastStep || (step === lastStep && points.x.time[i] > lastTime);
+    const first = points.x.step.findIndex((step, i) => points.segment > series.segment || isNew(step, i));
     if (first < 0 || points.segment < Math.max(series.segment, run.rewindSegment || 0)) return null;
     const newPoints = { x: {}, value: points.value.slice(first) };
     for (const axis of axes) {

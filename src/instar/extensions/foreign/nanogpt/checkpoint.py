@@ -245,7 +245,12 @@ def _publish(
         "evaluated_at": -1,
         "skipped_in_a_row": 0,
         "scaler": {},
-        "story": {"last_loss": None, "wall_s": 0.0, "saved_at": time.time()},
+        "story": {
+            "last_loss": None,
+            "wall_s": 0.0,
+            "saved_at": time.time(),
+            "untimed": dataclasses.asdict(last),
+        },
     }
     content = CheckpointContent(components, state if step else {}, nano.arch.to_dict(), facts=facts)
     return publish_checkpoint(folder, step, content)
