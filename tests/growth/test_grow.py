@@ -227,6 +227,21 @@ def test_an_optimizer_with_names_calls_its_parameters_by_them(prefix: str) -> No
         grow(model, "insert_layers", 1, optimizer=optimizer)
 
 
+@pytest.mark.parametrize("has_names", [False, True])
+def test_parameters_of_other_modules_keep_their_places_in_a_group(has_names: bool) -> None:
+    """A saved state is loaded by position: into an optimizer of the grown parts, as built again."""
+    parts = nn.ModuleDict(
+        {"before": nn.Linear(2, 2), "model": fresh("llama"), "behind": nn.Linear(2, 2)}
+    )
+    parameters = parts.named_parameters() if has_names else parts.parameters()
+    optimizer = torch.optim.AdamW(parameters)
+    grow(parts["model"], "insert_layers", 1, optimizer=optimizer)
+    (group,) = optimizer.param_groups
+    assert [id(p) for p in group["params"]] == [id(p) for p in parts.parameters()]
+    if has_names:
+        assert group["param_names"] == [name for name, _ in parts.named_parameters()]
+
+
 @pytest.mark.parametrize("of", ["module", "averaged", "tensors"])
 def test_a_moving_average_grows_alike(of: str) -> None:
     model = fresh("mistral").eval()

@@ -60,7 +60,8 @@ def prepare_optimizer(
     """Return an optimizer's part of a growth. A collective of the peers.
 
     A parameter belongs to the group of the one that it is made from. Groups list their parameters in the
-    model's order, as an optimizer does that is built for the grown model; `param_names` as well, if it was given names.
+    model's order, as an optimizer does that is built for the grown model, with those of other modules before and behind
+    them as they were; `param_names` as well, if it was given names.
 
     Args:
         name_maps: names in the old and in the new module, by those in the shape.
@@ -129,15 +130,22 @@ def _refilled_groups(
     groups = []
     for group in optimizer.param_groups:
         labels = dict(zip(group["params"], group.get("param_names", ()), strict=False))
+        is_member = [parameter in names for parameter in group["params"]]
         members = {names[parameter] for parameter in group["params"] if parameter in names}
-        foreign = [parameter for parameter in group["params"] if parameter not in names]
         member_names = [name for name in new if home[name] in members]
+        # a saved state lists them by position, so those of other modules keep their places
+        first = is_member.index(True) if members else len(is_member)
+        before, others = group["params"][:first], group["params"][first:]
+        behind = [parameter for parameter in others if parameter not in names]
         labels_of_group: list[str] = []
         if labels:
             prefix = _prefix({name: labels[old[name]] for name in members}, old_names)
-            labels_of_group = [labels[parameter] for parameter in foreign]
-            labels_of_group += [prefix + new_names.get(name, name) for name in member_names]
-        groups.append(([*foreign, *(new[name] for name in member_names)], labels_of_group))
+            labels_of_group = [
+                *(labels[parameter] for parameter in before),
+                *(prefix + new_names.get(name, name) for name in member_names),
+                *(labels[parameter] for parameter in behind),
+            ]
+        groups.append(([*before, *(new[name] for name in member_names), *behind], labels_of_group))
     return groups
 
 
