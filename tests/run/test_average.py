@@ -362,6 +362,8 @@ def test_a_mean_offline_is_used_as_any_checkpoint(
     assert manifest.reason == f"instar checkpoint average: {', '.join(names)} of run"
     assert manifest.history[-1]["operation"]["value"] == steps
     assert (manifest.loss, manifest.metrics) == (None, {})
+    assert load_checkpoint(root / "checkpoints" / names[-1]).state["judged_at"] == manifest.step
+    assert load_checkpoint(path).state["judged_at"] == -1
     # the moving average would be used in place of the mean
     assert "ema" not in load_checkpoint(path).components
     model = instar.load_model(path, "cpu")

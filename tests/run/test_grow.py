@@ -87,7 +87,11 @@ def save_run(folder: Path, settings: Sequence[str] = GPT2, *, has_nan: bool = Fa
                 "ema": {name: 0.9 * weight for name, weight in weights.items()},
                 "rng": {"torch": torch.get_rng_state()},
             },
-            {"progress": {"step": STEP, "samples": CURSOR}, "evaluated_at": STEP},
+            {
+                "progress": {"step": STEP, "samples": CURSOR},
+                "evaluated_at": STEP,
+                "judged_at": STEP,
+            },
             arch.to_dict(),
             facts=Facts(data="f00d", loss=3.0, progress={"step": STEP}),
         ),
@@ -157,6 +161,7 @@ def test_an_operation_that_changes_the_function_forgets_its_loss(tmp_path: Path)
 
     assert checkpoint.manifest.loss is None
     assert checkpoint.state["evaluated_at"] == -1
+    assert checkpoint.state["judged_at"] == -1  # or a resume would make it the best
 
 
 def test_operations_become_history_in_their_order(tmp_path: Path) -> None:

@@ -410,7 +410,7 @@ def _state(state: Mapping[str, Any], exact: bool) -> dict[str, Any]:
     """Return the run's state; unless growth is exact, without this step's measurements."""
     if exact or not state:
         return dict(state)
-    state_after = {**state, "evaluated_at": -1, "losses": []}
+    state_after = {**state, "evaluated_at": -1, "judged_at": -1, "losses": []}
     if "story" in state:
         state_after["story"] = {**state["story"], "interval": None}
     return state_after
