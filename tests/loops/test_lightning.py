@@ -42,6 +42,17 @@ def test_lightning_grows_at_a_validation_loss_before_the_next_step(tmp_path: Pat
     assert idle_growth.schedule.pending is None
 
 
+def test_a_second_fit_with_another_module_grows_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    growth = LightningGrowth(SCHEDULE)
+    for number in range(2):
+        module = fit(tmp_path / str(number), growth)
+        assert len(module.model.model.layers) == 4
+        assert len(growth.schedule.history) == 2
+        assert ("its schedule anew" in caplog.text) is bool(number)
+
+
 def test_what_was_set_by_hand_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Sets(Callback):
         def on_fit_start(self, _: Any, module: Any) -> None:

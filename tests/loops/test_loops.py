@@ -51,6 +51,25 @@ def test_trainer_grows_at_a_validation_loss_before_the_next_step(tmp_path: Path)
     assert resume_growth.schedule.history == growth.schedule.history
 
 
+def test_each_model_of_a_search_grows_and_a_grown_model_does_not_grow_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`hyperparameter_search` trains a new model each time; `auto_find_batch_size` restarts with the same one."""
+    growth = TrainerGrowth(SCHEDULE)
+    trainer = of_trainer(fresh(), tmp_path, growth)
+    trainer.train()
+    trainer.train()
+    assert len(trainer.model.model.layers) == 4
+    assert "its schedule anew" not in caplog.text
+    trainer.model = trainer.model_wrapped = fresh()
+    trainer.optimizer = trainer.lr_scheduler = None
+    trainer.train()
+    assert len(trainer.model.model.layers) == 4
+    assert len(growth.schedule.history) == 2
+    assert "after 2 operations the model had" in caplog.text
+    assert "another model's training begins, and its schedule anew" in caplog.text
+
+
 def test_what_was_set_by_hand_stays_under_trainer(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

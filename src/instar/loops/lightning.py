@@ -61,6 +61,8 @@ class LightningGrowth(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.schedule.steps = int(min(trainer.estimated_stepping_batches, 1 << 62))
+        if not trainer.global_step:
+            self.schedule.begin_anew(self._find_module(pl_module))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

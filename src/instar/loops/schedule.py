@@ -122,7 +122,7 @@ class GrowthSchedule:
         self.steps, self.tokens_per_step, self.seed = steps, tokens_per_step, seed
         self._check()
         self.history: History = ()
-        self._shape, self._build = shape, build
+        self._first_shape, self._shape, self._build = shape, shape, build
         self._losses: tuple[tuple[int, float], ...] = ()
         self._parameters: int | None = None
         self._sizes: Sizes | None = {}
@@ -189,6 +189,14 @@ class GrowthSchedule:
             changes.append(change)
         self._parameters = _count(model)
         return tuple(changes)
+
+    def begin_anew(self, model: Module) -> None:
+        """Forget a former training where another begins at step 0, unless its model has the operations of that one."""
+        self._losses = ()
+        if self.history and (problem := self._mismatch(model)):
+            logger.warning("%s: another model's training begins, and its schedule anew", problem)
+            self.history, self._shape = (), self._first_shape
+            self._parameters, self._sizes, self.pending = None, {}, None
 
     def check_metric(self, name: str, metrics: Iterable[str]) -> None:
         """Raise GrowthError if an evaluation has no metric of this name, and an operation can only fire at its value."""

@@ -73,6 +73,8 @@ class TrainerGrowth(TrainerCallback, ExportableState):
         if state.global_step and saved_state:
             self.growth = saved_state["attributes"]["growth"]
             self.schedule.check(kwargs["model"])
+        elif not state.global_step:  # of a search, perhaps, or after too large a batch
+            self.schedule.begin_anew(kwargs["model"])
         if args.eval_strategy == IntervalStrategy.NO and (name := self.schedule.find_waiting()):
             # another callback may evaluate
             logger.warning(
