@@ -98,6 +98,43 @@ def test_growth_waits_for_the_gradients_that_accumulate() -> None:
     assert norms[0][0] == norms[1][0]
 
 
+class TwoOptimizers(Language):
+    """A model and a head, each with an optimizer of its own; both step at each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.head = torch.nn.Linear(64, 1)
+
+    def training_step(self, batch: dict[str, torch.Tensor], _: int) -> torch.Tensor:
+        output = self.model(**batch)
+        loss: torch.Tensor = output.loss + self.head(output.logits).square().mean()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=1e-3) for part in (self.model, self.head)]
+
+
+def test_a_fraction_is_of_the_updates_where_several_optimizers_step() -> None:
+    """Lightning counts the steps of each optimizer: 8 are 4 updates."""
+    growth = LightningGrowth([{"name": "insert_layers", "value": 1, "when": {"at_fraction": 0.5}}])
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=8,
+        logger=False,
+        callbacks=[growth],
+        enable_checkpointing=False,
+    )
+    loader = DataLoader(Texts(8), batch_size=2)
+    trainer.fit(TwoOptimizers(), loader, loader)
+    (change,) = growth.schedule.history
+    assert (change.step, trainer.global_step) == (2, 8)
+
+
 def test_a_module_without_the_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(GrowthError, match="Language has no module 'net'"):
         fit(tmp_path, LightningGrowth(SCHEDULE, model="net"))

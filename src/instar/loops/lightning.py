@@ -60,7 +60,10 @@ class LightningGrowth(Callback):
         vars(pl_module).pop("on_load_checkpoint", None)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.schedule.steps = int(min(trainer.estimated_stepping_batches, 1 << 62))
+        steps = min(trainer.estimated_stepping_batches, 1 << 62)
+        if trainer.max_steps > 0:  # it counts the steps of each optimizer, as `global_step` does
+            steps = min(steps, max(1, trainer.max_steps // _count_optimizers(trainer)))
+        self.schedule.steps = int(steps)
         if not trainer.global_step:
             self.schedule.begin_anew(self._find_module(pl_module))
 
@@ -97,7 +100,7 @@ class LightningGrowth(Callback):
     ) -> None:
         changes = self.schedule.step(
             self._find_module(pl_module),
-            trainer.global_step // max(1, len(trainer.optimizers)),
+            trainer.global_step // _count_optimizers(trainer),
             optimizer=trainer.optimizers,
             loss=loss,
             probe=self._probe,
@@ -113,3 +116,7 @@ class LightningGrowth(Callback):
                 f"{type(module).__name__} has no module {self._model!r}: name the attribute of its model (model=)"
             )
         return model
+
+
+def _count_optimizers(trainer: Trainer) -> int:
+    return max(1, len(trainer.optimizers))
