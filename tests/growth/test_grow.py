@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cases import parametrize_first
+from shapes import gpt2
 from small_models import EXACT, REFUSED, model_of
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from transformers.optimization import Adafactor
 
 from instar.growth import GrowthError, Operation, grow, plan_growth, prepare
+from instar.models.gpt import GPT
 from instar.models.hf.families import FAMILIES
 from instar.models.table import Shape, Table
 
@@ -438,6 +440,15 @@ def test_models_that_cannot_grow_are_refused_by_name(name: str) -> None:
     make, message = REFUSALS[name]
     with pytest.raises(GrowthError, match=message):
         grow(make(), "widen_mlp", "x0.5")
+
+
+@pytest.mark.parametrize("name", ["widen_mlp", "fold_masks"])
+def test_masks_are_refused_in_a_loop_that_counts_no_steps(name: str) -> None:
+    """What is new under a mask would stay off for ever."""
+    model = GPT(gpt2())
+    options = {"value": "x2", "mask": 500} if name == "widen_mlp" else {}
+    with pytest.raises(GrowthError, match=f"{name}: masks open, .* does not count: leave mask out"):
+        grow(model, name, shape=model.arch, build=GPT, probe=False, **options)
 
 
 def test_the_loss_goes_on_where_the_state_is_kept_and_jumps_where_it_is_reset() -> None:

@@ -324,6 +324,11 @@ def test_guards_of_a_schedule_hold() -> None:
             "lr is the loop's",
         ),
         (
+            {"name": "widen_mlp", "value": "x2", "when": {"at_step": 1}, "mask": 500},
+            GrowthError,
+            "masks open, .* by the steps of instar train, .*: leave mask out",
+        ),
+        (
             {"name": "widen_mlp", "value": "x2", "when": {"noise_scale": {"above": 1}}},
             GrowthError,
             "noise_scale is measured by instar train",

@@ -18,7 +18,14 @@ from instar.config.budget import Counters
 from instar.config.files import read_regular
 from instar.config.load import load_config
 from instar.config.sections import Operation
-from instar.growth.live.grow import Ema, GrowthRequest, PreparedGrowth, optimizers_of, prepare_with
+from instar.growth.live.grow import (
+    NO_MASKS,
+    Ema,
+    GrowthRequest,
+    PreparedGrowth,
+    optimizers_of,
+    prepare_with,
+)
 from instar.growth.live.subject import Build, subject_of
 from instar.growth.operators import OPERATORS, is_growth
 from instar.growth.peers import Peers, peers_of
@@ -275,6 +282,7 @@ class GrowthSchedule:
                 f"{operation.name} is no growth, and the loop's to change; here there are "
                 f"{', '.join(OPERATORS)}": not is_growth(operation.name),
                 "lr is the loop's: change its scheduler": "lr" in operation.options,
+                NO_MASKS: "mask" in operation.options,
                 "reevaluate is the loop's, which decides when to evaluate": entry.reevaluate,
                 "at_fraction needs the length of the run (steps=)": AtFraction in kinds
                 and self.steps is None,

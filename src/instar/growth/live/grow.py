@@ -57,6 +57,8 @@ logger = logging.getLogger(__name__)
 
 Ema = Module | MutableMapping[str, Tensor]
 
+NO_MASKS = "masks open, and are folded, by the steps of instar train, which this loop does not count: leave mask out"
+
 
 @dataclass(frozen=True)
 class PreparedGrowth:
@@ -248,6 +250,8 @@ class GrowthRequest:
 
 def live_growth(model: Module, request: GrowthRequest, peers: Peers) -> LiveGrowth:
     """Return what grows. Does not communicate."""
+    if "mask" in request.operation.options or request.operation.name == "fold_masks":
+        raise GrowthError(f"{request.operation.name}: {NO_MASKS}")
     reshard(model)
     old = subject_of(model, request.shape, request.build)
     exact = with_vocabulary(request.operation, home_of(old.module))
