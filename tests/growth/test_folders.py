@@ -142,6 +142,16 @@ def test_a_folder_keeps_its_dtype_its_tokenizer_and_what_else_its_config_says(ll
     assert grown_model.config.hidden_size == 72
 
 
+def test_copies_that_stay_equal_are_told_of(llama: Path) -> None:
+    """A folder has no optimizer state that sets them apart."""
+    names = ("insert_layers", "widen_mlp_split", "widen_mlp", "widen_hidden_copied")
+    growth = grow_folder(open_folder(llama), llama.parent / "out", [EXACT[n] for n in names])
+    assert growth.warning.startswith("the copies that widen_mlp and widen_hidden made have")
+    assert "stay equal" in growth.warning
+    growth = grow_folder(open_folder(llama), llama.parent / "more", [EXACT["widen_mlp"]])
+    assert growth.warning == ""
+
+
 @pytest.mark.parametrize("name", OTHER)
 def test_what_is_not_exact_is_as_good_as_its_label(name: str, llama: Path) -> None:
     growth = grow_folder(open_folder(llama), llama.parent / "out", [OTHER[name]])

@@ -229,6 +229,30 @@ def test_an_optimizer_with_names_calls_its_parameters_by_them(prefix: str) -> No
         grow(model, "insert_layers", 1, optimizer=optimizer)
 
 
+@pytest.mark.parametrize(
+    ("rule", "steps", "options", "warns"),
+    [
+        ("AdamW", 1, {}, False),
+        ("AdamW", 0, {}, True),
+        ("AdamW", 1, {"moments": "reset"}, True),
+        ("AdamW", 0, {"how": "zero"}, False),
+        ("SGD", 1, {}, True),
+    ],
+)
+def test_copies_that_stay_equal_are_warned_of(
+    rule: str,
+    steps: int,
+    options: Mapping[str, Any],
+    warns: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = fresh("llama")
+    optimizer = getattr(torch.optim, rule)(model.parameters(), lr=1e-3)
+    train(model, optimizer, 0, steps)
+    grow(model, "widen_mlp", "x2", optimizer=optimizer, **{"how": "split", **options})
+    assert ("the copies that widen_mlp made have" in caplog.text) is warns
+
+
 @pytest.mark.parametrize("has_names", [False, True])
 def test_parameters_of_other_modules_keep_their_places_in_a_group(has_names: bool) -> None:
     """A saved state is loaded by position: into an optimizer of the grown parts, as built again."""

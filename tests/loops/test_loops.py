@@ -224,6 +224,19 @@ def test_a_state_holds_what_was_done_before_an_operation_failed() -> None:
     new_model.load_state_dict(model.state_dict())
 
 
+def test_a_replay_says_nothing_of_copies_whose_states_are_loaded(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    schedule, model = GrowthSchedule(SCHEDULE), fresh()
+    schedule.step(model, 2)
+    assert "the copies that widen_mlp made have" in caplog.text
+    caplog.clear()
+    new_schedule = GrowthSchedule(SCHEDULE)
+    new_schedule.load_state_dict(schedule.state_dict())
+    new_schedule.replay(fresh())
+    assert caplog.text == ""
+
+
 def test_a_model_that_did_not_grow_is_refused() -> None:
     schedule, model = GrowthSchedule(SCHEDULE), fresh()
     for step in range(1, 5):

@@ -349,6 +349,16 @@ def test_memory_holds_one_tensor_at_a_time(tmp_path: Path) -> None:
     assert source.path.is_dir()
 
 
+def test_copies_that_stay_equal_are_told_of(tmp_path: Path) -> None:
+    source = save_run(tmp_path / "run")
+    for number, (options, warns) in enumerate(
+        [({}, False), ({"moments": "mapped"}, True), ({"moments": "reset"}, True)]
+    ):
+        split = Operation("widen_mlp", "x2", {"how": "split", **options})
+        growth = grow_checkpoint(source, tmp_path / str(number), [split])
+        assert growth.warning.startswith("the copies that widen_mlp made have") is warns
+
+
 def test_adapters_that_cannot_learn_are_told_of(tmp_path: Path) -> None:
     adapt = Operation("set_lora_rank", {"target": "mlp", "rank": 3})
     lora_growth = grow_checkpoint(save_run(tmp_path / "run"), tmp_path / "adapted", [adapt])

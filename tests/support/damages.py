@@ -174,7 +174,7 @@ NO_CHECKS = (
     NoCheck("src/instar/extensions/delta/callback.py", "deltas are of whole models", PARTS),
     NoCheck("src/instar/extensions/delta/replay.py", "save the new state as a whole", PARTS),
     NoCheck("src/instar/record/rundir.py", "put the whole run there", PARTS),
-    NoCheck("src/instar/run/changes/scheduled.py", "will stay equal to them", SAME),
+    NoCheck("src/instar/growth/apply.py", "will stay equal to them", SAME),
     NoCheck("docs/adding.md", "tested and grown like the built-in tasks", PROPERTY),
     NoCheck("docs/checkpoints.md", "count over the whole run|run as a whole|whole tensor", PARTS),
     NoCheck("docs/checkpoints.md", "equal to `n_head`", SAME),

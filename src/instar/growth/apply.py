@@ -403,6 +403,13 @@ def moments_mode(operation: Operation) -> Mode:
     return mode
 
 
+STAY_EQUAL = (
+    "have the optimizer state of their sources, or none, and will stay equal to them but for dropout: grow after a step of "
+    "training, by an optimizer that keeps a mean of gradients, with moments: asymmetric"
+)
+"""What is said of copies for which `copies_stay_equal` is true."""
+
+
 def copies_stay_equal(plan: GrowthPlan, states: Mapping[str, Tensor], mode: Mode) -> bool:
     """Return whether copies that divide the weights that read them will never become different.
 

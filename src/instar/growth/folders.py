@@ -32,6 +32,7 @@ from instar.growth.offline import (
     OfflineGrowth,
     PlannedGrowth,
     as_config_error,
+    copies_warning,
     stage,
     write_and_prove,
 )
@@ -90,7 +91,8 @@ def grow_folder(
     folder_plan = _plan_folder(source, operations)
     before = count_parameters(source.shape).total
     size = 4 * (before + folder_plan.stages[-1].parameters)
-    proof, warning, checked_on = None, "", ""
+    proof, checked_on = None, ""
+    warnings = [copies_warning(folder_plan, {})]  # a folder holds no states
     too_large = check is None and size > PROOF_BYTES
     if not check:
         try:
@@ -100,8 +102,9 @@ def grow_folder(
     if too_large:
         proof, checked_on = _try_on_twin(source, folder_plan, operations, out)
         fallback = f"instead, {checked_on} was" if proof else f"nothing was, for {checked_on}"
-        warning = (
-            f"both models take {size / 1e9:.1f} GB and were not compared: {fallback}; --check does"
+        warnings.insert(
+            0,
+            f"both models take {size / 1e9:.1f} GB and were not compared: {fallback}; --check does",
         )
     compares = check or (check is None and not too_large)
     with source.reading() as read, atomic_dir(out) as temporary:
@@ -114,6 +117,7 @@ def grow_folder(
             growth.build()
     seconds = time.perf_counter() - start
     checked_on = checked_on if proof else ""
+    warning = "; ".join(filter(None, warnings))
     return OfflineGrowth(out, before, folder_plan.stages, proof, seconds, warning, checked_on)
 
 

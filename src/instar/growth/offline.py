@@ -15,7 +15,7 @@ from torch import Tensor
 
 from instar.config.errors import ConfigError, InstarError
 from instar.config.sections import Operation
-from instar.growth.apply import GrowthStep, Read, TensorReader
+from instar.growth.apply import STAY_EQUAL, GrowthStep, Read, TensorReader, copies_stay_equal
 from instar.growth.engine import GrownPart, prepare_candidate
 from instar.growth.peers import Alone
 from instar.growth.plan import GrowthPlan, Label
@@ -64,7 +64,7 @@ class OfflineGrowth:
     proof: Proof | None
     seconds: float
     warning: str = ""
-    """about adapters that cannot learn; empty if there are none"""
+    """about adapters that cannot learn, copies that stay as they are, and what was not compared; empty: nothing"""
     checked_on: str = ""
     """samples of the proof, in words"""
 
@@ -97,6 +97,22 @@ def stage(operation: Operation, plan: GrowthPlan | None, larger: Growable) -> Gr
     if plan is None:
         return GrowthStage(operation, None, None, (), size)
     return GrowthStage(operation, plan.label, plan.bound_nats, plan.notes, size)
+
+
+def copies_warning(growth: PlannedGrowth, states: Mapping[str, Tensor]) -> str:
+    """Return a warning about operations whose copies never become different; empty if there are none.
+
+    Args:
+        states: of the optimizer before all operations, named ``<parameter>/<state>``; only their shapes are used.
+    """
+    kept_states = {} if any(step.mode == "reset" for step in growth.steps) else states
+    stages = [stage for stage in growth.stages if stage.label is not None]
+    names = [
+        stage.operation.name
+        for step, stage in zip(growth.steps, stages, strict=True)
+        if copies_stay_equal(step.plan, kept_states, step.mode)
+    ]
+    return f"the copies that {' and '.join(names)} made {STAY_EQUAL}" if names else ""
 
 
 @contextmanager

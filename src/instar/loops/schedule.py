@@ -244,7 +244,10 @@ class GrowthSchedule:
         if problem or (self._sizes is not None and not sizes):
             for change in effective_changes(self.history):
                 peers = peers_of(model)
-                self._swap(self._prepare(change.operation, model, optimizer, peers, probe=False))
+                growth = self._prepare(
+                    change.operation, model, optimizer, peers, probe=False, replays=True
+                )
+                self._swap(growth)
         self.check(model)
 
     def check(self, model: Module) -> None:

@@ -21,7 +21,13 @@ from torch.optim import Optimizer
 
 from instar.config.sections import Operation
 from instar.distributed.shards import is_sharded
-from instar.growth.apply import GrowthStep, grow_buffers, moments_mode
+from instar.growth.apply import (
+    STAY_EQUAL,
+    GrowthStep,
+    copies_stay_equal,
+    grow_buffers,
+    moments_mode,
+)
 from instar.growth.attributes import build_reference
 from instar.growth.axes import Use
 from instar.growth.engine import (
@@ -41,7 +47,7 @@ from instar.growth.live.build import (
     renew,
     take_over,
 )
-from instar.growth.live.optimizers import check_holds, prepare_optimizer
+from instar.growth.live.optimizers import check_holds, prepare_optimizer, tensor_states
 from instar.growth.live.probe import batch_to_device, draw_probe, reshard, run_probe
 from instar.growth.live.subject import Build, Subject, bare, shape_of, subject_of
 from instar.growth.live.vocabulary import with_vocabulary
@@ -246,6 +252,8 @@ class GrowthRequest:
     allow_inexact: bool = False
     refuses: Callable[[Growable], str] = lambda _: ""
     """why a grown shape is not wanted; empty: it is"""
+    replays: bool = False
+    """of a history: the states of the grown model are loaded afterwards"""
 
 
 def live_growth(model: Module, request: GrowthRequest, peers: Peers) -> LiveGrowth:
@@ -356,6 +364,10 @@ class LiveGrowth:
             _warn_if_frozen(self.name, self.new.shape, self.step.plan, new)
             if text := attributes_of(self.old, candidate, self.step.plan).warning:
                 logger.warning("%s: %s", self.name, text)
+            states = tensor_states(self.request.optimizers, old)
+            stay_equal = copies_stay_equal(self.step.plan, states, self.step.mode)
+            if stay_equal and not self.request.replays:
+                logger.warning("the copies that %s made %s", self.name, STAY_EQUAL)
         parts = [
             prepare_optimizer(optimizer, self.step, old, new, name_maps, self.peers)
             for optimizer in self.request.optimizers

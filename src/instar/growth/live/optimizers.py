@@ -3,7 +3,7 @@ wrappers of it keep working."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -47,6 +47,19 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
+
+
+def tensor_states(
+    optimizers: Iterable[Optimizer], parameters: Mapping[str, Parameter]
+) -> dict[str, Tensor]:
+    """Return the states of parameters that are tensors, as ``<parameter>/<state>``."""
+    return {
+        f"{name}/{field}": value
+        for optimizer in map(unwrapped, optimizers)
+        for name, parameter in parameters.items()
+        for field, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, Tensor)
+    }
 
 
 def prepare_optimizer(

@@ -16,6 +16,7 @@ from instar.config.fields import with_values
 from instar.config.sections import Operation
 from instar.distributed.agree import agree, raise_on_all_ranks
 from instar.distributed.failure import Interrupted, PeerLost, RankMissing, RunFailed
+from instar.growth.apply import STAY_EQUAL
 from instar.growth.engine import ProvedGrowth, prepare_candidate
 from instar.models.shape import mask_of
 from instar.record.events import RecordError
@@ -58,11 +59,6 @@ from instar.schedule.operations import (
 from instar.schedule.posted import Posted
 from instar.schedule.settings import ADJUST_BATCH, AVERAGE, is_frozen, patterns_of
 from instar.schedule.triggers import Entry, Moment, due, last_step, too_large
-
-_STAYS_EQUAL = (
-    "have the optimizer state of their sources, or none, and will stay equal to them but for dropout: choose "
-    "moments: asymmetric after the first step"
-)
 
 
 def change_if_due(state: RunState, parts: Components) -> tuple[RunState, bool]:
@@ -301,7 +297,7 @@ class _Carried(NamedTuple):
     def warnings(self, operation: str) -> Iterator[str]:
         """Yield what to tell whoever trains the grown model."""
         if self.stays_equal:
-            yield f"the copies that {operation} made {_STAYS_EQUAL}"
+            yield f"the copies that {operation} made {STAY_EQUAL}"
         if self.attributes:
             yield f"{operation}: {self.attributes}"
 

@@ -54,6 +54,7 @@ from instar.growth.offline import (
     OfflineGrowth,
     PlannedGrowth,
     as_config_error,
+    copies_warning,
     stage,
     write_and_prove,
 )
@@ -157,11 +158,20 @@ def grow_checkpoint(
         (folder, _), proof = write_and_prove(growth, check=check)
     before = count_parameters(state.architecture).total
     path = RunDir(out).checkpoints / folder.name
-    with load_checkpoint(path, check=False).reading("model") as read:
-        dead = dead_ranks(plan.state.architecture.parameters(), read)
+    warning = _warning(source, plan, path)
     seconds = time.perf_counter() - start
     checked_on = growth.checked_on if proof else ""
-    return OfflineGrowth(path, before, plan.stages, proof, seconds, dead, checked_on)
+    return OfflineGrowth(path, before, plan.stages, proof, seconds, warning, checked_on)
+
+
+def _warning(source: Checkpoint, plan: _PlannedCheckpoint, path: Path) -> str:
+    """Return what in the grown checkpoint at `path` cannot learn; empty: nothing."""
+    has_states = "optimizer" in source.components
+    entries = source.layout("optimizer").entries if has_states else {}
+    shapes = {name: torch.empty(entry.shape, device="meta") for name, entry in entries.items()}
+    with load_checkpoint(path, check=False).reading("model") as read:
+        dead = dead_ranks(plan.state.architecture.parameters(), read)
+    return "; ".join(filter(None, (copies_warning(plan, shapes), dead)))
 
 
 def average_checkpoints(root: Path, value: int | Sequence[int], out: Path) -> Path:
