@@ -21,6 +21,7 @@ from transformers.optimization import Adafactor
 from instar.growth import GrowthError, Operation, grow, plan_growth, prepare
 from instar.models.gpt import GPT
 from instar.models.hf.families import FAMILIES
+from instar.models.lora import is_adapter
 from instar.models.table import Shape, Table
 
 
@@ -473,6 +474,22 @@ def test_masks_are_refused_in_a_loop_that_counts_no_steps(name: str) -> None:
     options = {"value": "x2", "mask": 500} if name == "widen_mlp" else {}
     with pytest.raises(GrowthError, match=f"{name}: masks open, .* does not count: leave mask out"):
         grow(model, name, shape=model.arch, build=GPT, probe=False, **options)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_new_adapters_of_frozen_weights_are_warned_of(
+    is_frozen: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = GPT(gpt2())
+    model.init_weights(0)
+    model.requires_grad_(not is_frozen)
+    adapt = Operation("set_lora_rank", {"target": "mlp", "rank": 2})
+    grow(model, adapt, shape=model.arch, build=GPT, probe=batch(0) % 50)
+    adapters = [p for name, p in model.named_parameters() if is_adapter(name)]
+    assert adapters
+    assert all(p.requires_grad is not is_frozen for p in adapters)
+    message = "set_lora_rank: new adapters are frozen, as their weights are (blocks.0.mlp."
+    assert (message in caplog.text) is is_frozen
 
 
 def test_the_loss_goes_on_where_the_state_is_kept_and_jumps_where_it_is_reset() -> None:

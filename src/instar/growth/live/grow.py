@@ -56,6 +56,7 @@ from instar.growth.peers import Peers, peers_of
 from instar.growth.plan import Fresh, Grown, GrowthError, GrowthPlan, New, VocabularyMap
 from instar.growth.proof import Doubled, Probe, Proof, verify_parameters, verify_rounded
 from instar.models.hf.pretrained import PretrainedShape
+from instar.models.lora import is_adapter
 from instar.models.module import persistent_buffers
 from instar.models.shape import Growable, streams_of
 
@@ -451,7 +452,8 @@ def _operation(
 def _warn_if_frozen(
     operation: str, larger: Growable, growth_plan: GrowthPlan, parameters: Mapping[str, Parameter]
 ) -> None:
-    """Warn if all tensors that read what is new, or add it to a residual stream, are zero there and frozen."""
+    """Warn if all tensors that read what is new, or add it to a residual stream, are zero there and frozen; and of
+    new adapters that are frozen."""
     table, streams = larger.parameters(), streams_of(larger)
     zeros = [
         name
@@ -474,6 +476,18 @@ def _warn_if_frozen(
             "adapters",
             operation,
             zeros[0],
+        )
+    frozen_adapters = (
+        name
+        for name, tensor in growth_plan.tensors.items()
+        if isinstance(tensor, Fresh) and is_adapter(name) and not parameters[name].requires_grad
+    )
+    if name := next(frozen_adapters, None):
+        logger.warning(
+            "%s: new adapters are frozen, as their weights are (%s and its like): call requires_grad_() on them, and "
+            "add them to the optimizer",
+            operation,
+            name,
         )
 
 
