@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -207,6 +208,27 @@ jobs:
     assert {instance["phase"] for instance in place.status("stops")["instances"].values()} == {
         "stopped"
     }
+
+
+def test_a_fleet_under_nohup_goes_on_when_its_terminal_closes(place: FleetPlace) -> None:
+    place.write("""
+name: nohup
+jobs:
+  trainer: {command: [sh, -c, "until test -e go; do sleep 0.1; done"]}
+""")
+    before = signal.signal(
+        signal.SIGHUP, signal.SIG_IGN
+    )  # inherited by what is started, as from nohup
+    try:
+        launcher = replace(place, new_interpreters=True).start("up", "fleet.yaml")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    place.wait("nohup", lambda snapshot: phase_of(snapshot, "trainer") == "running")
+    launcher.send_signal(signal.SIGHUP)
+    time.sleep(0.5)  # longer than the launcher needs to begin to stop
+    (place.path / "go").touch()
+    output, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 0, output
 
 
 def test_nothing_outlives_a_killed_launcher_and_resume_runs_the_rest_once(

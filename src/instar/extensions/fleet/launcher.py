@@ -138,7 +138,9 @@ class Launcher:
     async def _run(self, todo: Sequence[Instance]) -> None:
         loop = asyncio.get_running_loop()
         for number in _STOP_SIGNALS:
-            loop.add_signal_handler(number, self._on_signal, number)
+            # of these only SIGHUP stays ignored (nohup): `fleet down` sends SIGINT, which `&` in a script ignores
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                loop.add_signal_handler(number, self._on_signal, number)
         self._stopping = asyncio.Event()
         self._turns = {name: asyncio.Lock() for name in ("services", "jobs")}
         self._context = self._fleet_context()
