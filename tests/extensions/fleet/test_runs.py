@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import signal
 import subprocess
 import sys
+from contextlib import chdir
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +15,10 @@ import pytest
 from fleets import FleetPlace
 from forks import Forks
 from tiny_run import TEXT
+
+from instar.extensions.fleet.folder import create_fleet_folder
+from instar.extensions.fleet.plan import load_fleet
+from instar.record.rundir import RunDir
 
 RUN = """\
 model: {n_layer: 1, n_head: 2, n_embd: 16, context: 16, dropout: 0.1}
@@ -94,6 +100,26 @@ def test_a_fleet_goes_on_from_another_folder_and_after_it_was_moved(place: Fleet
     assert code == 0, output
     assert (project / "runs/s42b/checkpoints/step-12").is_dir()
     assert not (place.path / "runs").exists()
+
+
+def test_a_new_fleet_takes_no_runs_of_another_for_its_own(place: FleetPlace) -> None:
+    """Nor those of an earlier one whose folder was deleted. An imported model waits to be trained."""
+    run = RunDir(place.path / "runs/s42b")
+    run.path.mkdir(parents=True)
+    run.config.write_text("name: s42b\n")
+    run.await_start()
+    with chdir(place.path):
+        shutil.rmtree(create_fleet_folder(load_fleet("fleet.yaml"), None).path)
+    run.events.write_text("{}\n")
+    for words in ([], ["--only", "0"]):  # `resume` runs the others
+        code, output = place.run("up", "fleet.yaml", *words)
+        assert code == 2
+        assert "1 of 3 instances have folders with other runs, the first is runs/s42b" in output
+        assert "move them elsewhere, or write ${name} in run_name or output_dir" in output
+    run.path.rename(place.path / "runs/seeds-s42b")
+    code, output = place.run("up", "fleet.yaml", "--set", "output_dir=runs/${name}-${run_name}")
+    assert "move them elsewhere, or --set name=…" in output
+    assert not [*(place.path / "fleets").iterdir()]
 
 
 def test_a_job_with_a_working_directory_has_its_run_where_the_fleet_looks(

@@ -32,7 +32,13 @@ from instar.config.user_code.trust import (
 )
 from instar.extensions.fleet.engines import shim
 from instar.extensions.fleet.instance import FLEET_VARIABLE, INSTANCE_VARIABLE, PART_VARIABLE
-from instar.extensions.fleet.plan import LoadedFleet, resolve_beside
+from instar.extensions.fleet.plan import (
+    LoadedFleet,
+    combinations_of,
+    instances_from,
+    resolve_beside,
+    variables_in,
+)
 from instar.extensions.fleet.spec import FleetSpec
 from instar.extensions.fleet.state import (
     FLEETS,
@@ -57,6 +63,7 @@ from instar.record.lock import (
     try_flock,
     write_holder,
 )
+from instar.record.rundir import RunDir
 
 FORMAT = "instar-fleet/1"
 _FILE = "fleet.json"
@@ -120,7 +127,8 @@ def create_fleet_folder(loaded_config: LoadedFleet, gpus: str | None) -> FleetFo
     its instances.
 
     Raises:
-        ConfigError: a fleet of this name was started before, or the folder cannot be written.
+        ConfigError: a fleet of this name was started before, an instance's folder has a run of something
+            else, which it would continue or take for its own, or the folder cannot be written.
         Untrusted: a run config names code of another user.
     """
     spec = loaded_config.spec
@@ -128,6 +136,7 @@ def create_fleet_folder(loaded_config: LoadedFleet, gpus: str | None) -> FleetFo
     if (path / STATE_FILE).exists() or (path / _FILE).exists():
         hint = f"`instar fleet resume {spec.name}` goes on with it; for a new one, --set name=…"
         raise ConfigError.of(f"fleet '{spec.name}' exists", str(path), hint)
+    _check_no_runs(loaded_config)
     try:
         make_folder(path / "configs")
         configs = {}
@@ -142,6 +151,21 @@ def create_fleet_folder(loaded_config: LoadedFleet, gpus: str | None) -> FleetFo
     except OSError as error:
         raise ConfigError.of(f"cannot be written: {error.strerror}", where=str(path)) from None
     return FleetFolder(path, loaded_config, configs, gpus, Path.cwd())
+
+
+def _check_no_runs(loaded_config: LoadedFleet) -> None:
+    spec = loaded_config.spec
+    if not any(job.run is not None for job in spec.jobs.values()):
+        return
+    runs = [RunDir(instance.output_dir) for instance in instances_from(spec, combinations_of(spec))]
+    if occupied := [run.path for run in runs if run.holds_run() and not run.awaits_start()]:
+        variables = {*variables_in(spec.run_name), *variables_in(spec.output_dir)}
+        rename = (
+            "--set name=…" if "name" in variables else "write ${name} in run_name or output_dir"
+        )
+        message = f"{len(occupied)} of {len(runs)} instances have folders with other runs, the first is {occupied[0]}"
+        hint = f"move them elsewhere, or {rename}"
+        raise ConfigError(loaded_config.problem(("output_dir",), message, hint))
 
 
 def _check_run_trusted(file: Path) -> None:
