@@ -367,6 +367,30 @@ jobs: {job: {command: ["true"], resources: {gpus: 1}}}
     assert messages == ["waiting: 1 GPUs are needed and 0 are free; GPU 0: used by process 1234"]
 
 
+def test_gpus_of_the_fleet_itself_are_waited_for_while_a_stranger_uses_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Instance 0 ends at once, and a stranger takes its GPU; the third runs where instance 1 was."""
+    monkeypatch.setenv(placement.LOCKS_VARIABLE, str(tmp_path / "locks"))
+    monkeypatch.setattr("instar.extensions.fleet.launcher._FREED_S", 0.1)
+    gpus = [Gpu(index, f"GPU-{index}", f"GPU-{index}") for index in range(2)]
+    looks = iter([gpus, gpus])
+    used = [replace(gpus[0], processes=(1234,)), gpus[1]]
+    monkeypatch.setattr(placement, "_real_gpus", lambda: next(looks, used))
+    text = """
+name: night
+matrix: {seed: [0, 1, 2]}
+max_parallel: 2
+jobs: {job: {command: [sh, -c, "sleep $((2 * ${seed} % 4))"], resources: {gpus: 1}}}
+"""
+    plan, messages = plan_fleet(tmp_path, text), list[str]()
+    with (tmp_path / "trees").open("w") as trees:
+        launcher = Launcher(plan, tmp_path, trees.fileno(), gpus, {}, (), messages.append)
+        assert launcher.run(plan.instances, FleetStatus()) == 0
+    (message,) = messages
+    assert message.startswith("waiting: 1 GPUs are needed and 0 are free")
+
+
 def test_a_failed_job_is_retried_and_its_end_shown(place: FleetPlace) -> None:
     place.write("""
 name: retries

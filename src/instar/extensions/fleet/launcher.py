@@ -216,7 +216,8 @@ class Launcher:
             lease = acquire_lease(self.plan.slot(place), self.gpus, holder, self.say)
         except Taken as error:
             heapq.heappush(places, place)
-            if self.wait_for_gpus or time.monotonic() < self._freed_at + _FREED_S:
+            is_freeing = self._running or time.monotonic() < self._freed_at + _FREED_S
+            if self.wait_for_gpus or is_freeing:  # by instances of this fleet
                 if not self._waits:
                     self._waits = True
                     self.say(f"waiting: {error}")
