@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fleets import FleetPlace, fleet_error, plan_fleet
+from fleets import MACHINE, FleetPlace, fleet_error, plan_fleet
 
+from instar.cli.main import main
 from instar.config.load import load_config
-from instar.extensions.fleet import doctor
-from instar.extensions.fleet.checks import make_plan
-from instar.extensions.fleet.folder import as_test
+from instar.extensions.fleet import commands, doctor
+from instar.extensions.fleet.checks import make_plan, with_gpus_of_runs
+from instar.extensions.fleet.folder import as_test, reopen_fleet
 from instar.extensions.fleet.placement import LOCKS_VARIABLE
 from instar.extensions.fleet.plan import (
     ANY_MACHINE,
@@ -307,6 +309,61 @@ def test_matrix_keys_are_keys_of_the_run(tmp_path: Path, monkeypatch: pytest.Mon
         tmp_path, sweep.replace("log_interval", "log_intrval")
     )
     assert "no such file" in fleet_error(tmp_path, sweep.replace("run: run.yaml", "run: rum.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("lines", "n_gpus", "parallel"),
+    [
+        ("jobs: {a: {run: run.yaml}}", [1], 8),
+        ("jobs: {a: {run: run.yaml, set: {name: '${run_name}'}, nproc: 2}}", [2], 4),
+        ("jobs: {a: {run: run.yaml, set: {parallel.world_size: 4}}}", [4], 2),
+        ("jobs: {a: {run: run.yaml}, b: {run: run.yaml, set: {device: cpu}}}", [1, 0], 8),
+        ("search: {trials: 40, space: {w: {low: 1, high: 4}}}\njobs: {a: {run: run.yaml, set: {train.batch_size: '${w}'}}}", [1], 8),
+        ("jobs: {a: {run: run.yaml, set: {device: cpu}}}", [0], 64),
+        ("jobs: {a: {run: run.yaml, set: {device: 'cuda:3'}}, b: {run: run.yaml}}", [0, 0], 64),
+        ("jobs: {a: {run: run.yaml, set: {parallel.devices: [3]}}}", [0], 64),
+        ("jobs: {a: {run: run.yaml, resources: {gpus: 0}}}", [0], 64),
+        ("jobs: {a: {run: run.yaml}, b: {run: run.yaml, resources: {gpus: 1}}}", [0, 1], 8),
+        ("jobs: {a: {run: run.yaml}, b: {command: 'true'}}", [0, 0], 64),
+        ("matrix: {parallel.world_size: [1, 2]}\njobs: {a: {run: run.yaml}}", [0], 2),
+        ("engine: ray\njobs: {a: {run: run.yaml}}", [0], 64),
+    ],
+)  # fmt: skip
+def test_runs_that_name_no_gpus_take_one_for_each_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: str, n_gpus: list[int], parallel: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(RUN)
+    varied = "" if "matrix" in lines or "search" in lines else f"matrix: {{seed: {[*range(64)]}}}\n"
+    (tmp_path / "fleet.yaml").write_text(f"name: shared\n{varied}{lines}\n")
+    loaded_config = with_gpus_of_runs(load_fleet("fleet.yaml"), MACHINE)
+    plan = make_plan(loaded_config, MACHINE)
+    assert [job.resources.gpus for job in plan.spec.jobs.values()] == n_gpus
+    assert plan.parallel == parallel
+    no_gpus = replace(MACHINE, gpus=0)
+    loaded_config = load_fleet("fleet.yaml")
+    assert with_gpus_of_runs(loaded_config, no_gpus) is loaded_config
+
+
+def test_the_gpus_of_runs_are_said_and_kept_for_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(LOCKS_VARIABLE, str(tmp_path / "locks"))
+    monkeypatch.setattr(commands, "_run", lambda *_: 0)
+    (tmp_path / "run.yaml").write_text(RUN)
+    (tmp_path / "text.txt").write_text("text")
+    text = "name: own\nmatrix: {seed: [1, 2, 3]}\njobs: {a: {run: run.yaml}}\n"
+    (tmp_path / "fleet.yaml").write_text(text)
+    for name in ("plan", "doctor", "up"):
+        main(["fleet", name, "fleet.yaml", "--gpus", "2"])
+        output, said = capsys.readouterr()
+        assert "jobs.a: 1 GPU for each instance" in said
+        assert "resources: {gpus: 0} shares them" in said
+        assert name != "plan" or "A GPU" in output
+        assert name != "doctor" or "2 free (pretended)" in output
+    spec = reopen_fleet(Path("fleets/own")).loaded_config.spec
+    assert spec.jobs["a"].resources.gpus == 1
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,8 @@ from instar.record.start_folder import misplacements
 
 _BASE = ("name", "index")
 _OF_INSTANCE = ("run_name", "output_dir")
+_CHOOSE_GPUS = frozenset({"device", "parallel.world_size", "parallel.devices"})
+"""keys of a run's config by which it chooses its GPUs"""
 
 
 def make_plan(
@@ -77,6 +79,49 @@ def make_plan(
     if problems:
         raise ConfigError(*problems)
     return plan
+
+
+def with_gpus_of_runs(loaded_config: LoadedFleet, machine: Machine) -> LoadedFleet:
+    """Return a fleet of runs that names no GPUs with one for each rank: otherwise all train on the first.
+
+    A fleet is left as it is if it has commands, which would see no GPUs then, if a run chooses its
+    devices by index, and if it has mistakes, which `make_plan` reports.
+    """
+    spec, jobs = loaded_config.spec, dict[str, Job]()
+    for process in spec.processes.values():
+        if process.command is not None or "gpus" in process.resources.model_fields_set:
+            return loaded_config
+    if spec.engine != "local" or not machine.gpus:
+        return loaded_config
+    for name, job in spec.jobs.items():
+        try:
+            n_gpus = _gpus_of_run(loaded_config, name, job)
+        except (ConfigError, ValueError, StopIteration):
+            return loaded_config
+        resources = job.resources.model_copy(update={"gpus": n_gpus})
+        jobs[name] = job.model_copy(update={"resources": resources})
+    return replace(loaded_config, spec=spec.model_copy(update={"jobs": jobs}))
+
+
+def _gpus_of_run(loaded_config: LoadedFleet, name: str, job: Job) -> int:
+    """Return how many GPUs a run takes of those that it sees.
+
+    Raises:
+        ConfigError, ValueError, StopIteration: it chooses them, or it or the fleet has mistakes.
+    """
+    spec = loaded_config.spec
+    combinations = combinations_of(spec) if spec.search is None else extremes(spec.search)
+    instance = next(instances_from(spec, combinations))
+    if _CHOOSE_GPUS & instance.values.keys():
+        raise ValueError("instances take different GPUs")
+    file = str(resolve_beside(loaded_config, ("jobs", name, "run"), str(job.run)))
+    variables = variables_of(instance, ()) | start_variables(spec, name)
+    config = load_config(file, sets_of(job, variables), import_task=False).config
+    if config.device == "cpu":
+        return 0
+    if config.device not in ("auto", "cuda") or config.parallel.devices:
+        raise ValueError("GPUs are chosen by index")
+    return job.nproc or config.parallel.world_size or 1
 
 
 def _process_problems(loaded_config: LoadedFleet) -> Iterator[ConfigProblem]:

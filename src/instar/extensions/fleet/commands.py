@@ -29,7 +29,7 @@ from instar.extensions.fleet.cli import (
 from instar.extensions.fleet.doctor import diagnose_fleet
 from instar.extensions.fleet.engines import slurm
 from instar.extensions.fleet.engines.start import check_engine, run_fleet, scheduler_request
-from instar.extensions.fleet.engines.work import plan_and_gpus, run_on_host
+from instar.extensions.fleet.engines.work import name_gpus, plan_and_gpus, run_on_host
 from instar.extensions.fleet.folder import (
     FleetFolder,
     as_test,
@@ -94,6 +94,7 @@ def plan_fleet(
 ) -> None:
     """Check FILE and print which instance would get which GPUs and ports."""
     loaded_config = load_fleet_or_run(file, dimensions, _with_engine(overrides, engine))
+    loaded_config = name_gpus(loaded_config, gpus, None if as_json else say_to_terminal)
     fleet_plan, _ = plan_and_gpus(loaded_config, gpus, on_this_machine=False)
     for problem in missing_commands(loaded_config):
         click.echo(f"{problem.where}: {problem.message}; `up` needs it: {problem.hint}", err=True)
@@ -155,6 +156,7 @@ def up(
     loaded_config = load_fleet_or_run(file, dimensions, _with_engine(overrides, engine))
     if max_steps is not None:
         loaded_config = as_test(loaded_config, max_steps)
+    loaded_config = name_gpus(loaded_config, gpus, say_to_terminal)
     fleet_plan, _ = plan_and_gpus(loaded_config, gpus)
     indices = _instances_in(only, len(fleet_plan.instances))
     _check_detach(fleet_plan.spec.engine, detach)
@@ -199,6 +201,7 @@ def host(folder: Path, index: int) -> int:
 def check_host(file: str, overrides: tuple[str, ...], gpus: str | None, as_json: bool) -> int:
     """Check what a long run of FILE needs: GPUs, disk, ports, keys of trackers, limits."""
     loaded_config = load_fleet(file, overrides)
+    loaded_config = name_gpus(loaded_config, gpus, None if as_json else say_to_terminal)
     fleet_plan, found_gpus = plan_and_gpus(loaded_config, gpus, on_this_machine=False)
     findings = diagnose_fleet(fleet_plan, found_gpus, [*missing_commands(loaded_config)])
     if as_json:

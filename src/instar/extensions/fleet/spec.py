@@ -128,7 +128,9 @@ class Resources(Section):
         1, description="hosts on which a job is started, once each; services run on the first"
     )
     gpus: Annotated[int, Field(ge=0, le=MOST_PROCESSES)] = Field(
-        0, description="GPUs, on each of its nodes"
+        0,
+        description="GPUs, on each of its nodes; where a fleet has runs only and none names any, one for each "
+        "rank (engine local)",
     )
     cpus: Annotated[int, Field(gt=0, le=2**16)] | None = Field(
         None, description="cores; default: an equal share, without a reservation"

@@ -14,7 +14,7 @@ from instar.config.errors import ConfigError
 from instar.config.fields import plain_root_of, schema_keys
 from instar.config.load import load_config
 from instar.config.user_code.trust import FLAG, is_trusted
-from instar.extensions.fleet.checks import make_plan
+from instar.extensions.fleet.checks import make_plan, with_gpus_of_runs
 from instar.extensions.fleet.engines.nodes import nodes_of
 from instar.extensions.fleet.folder import FleetFolder, FolderLock, reopen_fleet
 from instar.extensions.fleet.launcher import Launcher, this_machine
@@ -76,6 +76,21 @@ def plan_and_gpus(
     return make_plan(
         loaded_config, this_machine(machine_gpus), on_this_machine=on_this_machine
     ), machine_gpus
+
+
+def name_gpus(
+    loaded_config: LoadedFleet, gpus: str | None, say: Callable[[str], None] | None
+) -> LoadedFleet:
+    """Return a new fleet with the GPUs of this machine that its runs take without naming them, see
+    `with_gpus_of_runs`; `say` is told of them."""
+    if loaded_config.spec.engine != "local":
+        return loaded_config
+    named = with_gpus_of_runs(loaded_config, this_machine(find_gpus(gpus, os.environ)))
+    for name, job in named.spec.jobs.items():
+        if say and (count := job.resources.gpus) > loaded_config.spec.jobs[name].resources.gpus:
+            what = f"{count} GPU{'' if count == 1 else 's'} for each instance"
+            say(f"jobs.{name}: {what}, as no process names any; resources: {{gpus: 0}} shares them")
+    return named
 
 
 def remaining_work(fleet_folder: FleetFolder, only: Collection[int], trees: int) -> Work:
