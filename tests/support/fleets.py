@@ -216,9 +216,9 @@ def plan_fleet(folder: Path, text: str, *overrides: str, machine: Machine = MACH
     return make_plan(load_fleet(str(path), overrides), machine)
 
 
-def fleet_error(folder: Path, text: str, *overrides: str) -> str:
+def fleet_error(folder: Path, text: str, *overrides: str, machine: Machine = MACHINE) -> str:
     """What is said of a fleet file that is refused."""
     with pytest.raises(ConfigError) as caught:
-        plan_fleet(folder, text, *overrides)
+        plan_fleet(folder, text, *overrides, machine=machine)
     assert caught.value.exit_code == 2
     return str(caught.value)

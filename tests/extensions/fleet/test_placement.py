@@ -11,6 +11,7 @@ import stat
 from pathlib import Path
 
 import pytest
+from fleets import fleet_error
 
 from instar.config.errors import ConfigError
 from instar.extensions.fleet import placement
@@ -24,7 +25,7 @@ from instar.extensions.fleet.placement import (
     lock_port,
     try_lock_resource,
 )
-from instar.extensions.fleet.plan import Slot
+from instar.extensions.fleet.plan import Machine, Slot
 
 GPUS = tuple(Gpu(index, str(index), f"pretended-{index}") for index in range(8))
 
@@ -129,6 +130,21 @@ def test_without_a_driver_nothing_is_visible(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(placement, "_real_gpus", lambda: ())
     assert find_gpus(None, {"CUDA_VISIBLE_DEVICES": "0,1"}) == ()
     assert len(find_gpus("2", {"CUDA_VISIBLE_DEVICES": ""})) == 2  # pretended
+
+
+def test_gpus_that_cannot_be_listed_are_no_pretended_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is a driver, and nvidia-ml-py is not installed."""
+    text = "name: f\njobs: {j: {command: 'true', resources: {gpus: 1}}}\n"
+    no_gpus = Machine(0, 8, 1 << 40)
+    monkeypatch.setattr(placement, "_real_gpus", lambda: ())
+    assert "--gpus 0-7 names pretended ones" in fleet_error(tmp_path, text, machine=no_gpus)
+    monkeypatch.setattr(placement, "_DRIVER_FILE", tmp_path)
+    with pytest.raises(ConfigError, match=r"cannot be listed.*'instar\[fleet\]'"):
+        find_gpus("0-7", {"CUDA_VISIBLE_DEVICES": "2"})
+    assert find_gpus(None, {}) == ()
+    assert "'instar[fleet]' to see" in fleet_error(tmp_path, text, machine=no_gpus)
 
 
 @pytest.mark.parametrize("kind", ["folder", "link", "second name", "pipe"])

@@ -18,6 +18,7 @@ from instar.config.load import load_config
 from instar.config.schema import RunConfig
 from instar.config.suggestions import suggest_key
 from instar.extensions.fleet.engines.nodes import program_path
+from instar.extensions.fleet.placement import has_driver
 from instar.extensions.fleet.plan import (
     MATRIX_KEYS,
     OWN_KEYS,
@@ -359,7 +360,7 @@ def _parallel(
             )
             unit = "bytes of memory" if what == "memory" else what
             message = f"an instance needs {needs:,} {unit}, and there are {available:,}"
-            hint = "--gpus 0-7 names pretended ones" if what == "gpus" and not available else ""
+            hint = _no_gpus_hint() if what == "gpus" and not available else ""
             problems.append(loaded_config.problem(path, message, hint))
         elif needs:
             fits.append(available // needs)
@@ -368,6 +369,14 @@ def _parallel(
     ):  # nothing says what an instance needs: a core for each
         fits.append(machine.cpus)
     return max(1, min(spec.max_parallel or count, count, *fits)), problems
+
+
+def _no_gpus_hint() -> str:
+    if has_driver():
+        return (
+            "pip install 'instar[fleet]' to see this machine's; CUDA_VISIBLE_DEVICES may hide them"
+        )
+    return "--gpus 0-7 names pretended ones"
 
 
 def _collisions(loaded_config: LoadedFleet, plan: FleetPlan) -> Iterator[ConfigProblem]:

@@ -29,6 +29,7 @@ _HOLDER_BYTES = 512
 _DEFAULT_FIRST_EPHEMERAL = 32768
 _GIVEN_VARIABLES = ("CUDA_VISIBLE_DEVICES", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
 """which GPUs a scheduler gave"""
+_DRIVER_FILE = Path("/dev/nvidiactl")
 
 
 class LockUnusable(Exception):  # noqa: N818
@@ -164,13 +165,18 @@ def find_gpus(text: str | None, environ: Mapping[str, str] | None = None) -> tup
         environ: may leave some of them visible, which `text` then counts; None: all are.
 
     Raises:
-        ConfigError: `text` cannot be read or names a GPU that does not exist.
+        ConfigError: `text` cannot be read or names a GPU that does not exist, or the driver's GPUs
+            cannot be listed.
     """
     real = _real_gpus()
     visible = real if environ is None or not real else _visible(real, environ)
     if text is None:
         return visible
     indices = numbers_in(text, "--gpus")
+    if not real and has_driver():
+        message = "the GPUs of this machine, and which processes use them, cannot be listed"
+        hint = "pip install 'instar[fleet]', and see whether nvidia-smi works"
+        raise ConfigError.of(message, where="--gpus", hint=hint)
     if not real:
         return tuple(Gpu(number, str(number), f"pretended-{number}") for number in indices)
     if missing := [number for number in indices if number >= len(visible)]:
@@ -231,8 +237,13 @@ def numbers_in(text: str, option: str) -> list[int]:
     return numbers
 
 
+def has_driver() -> bool:
+    """Return whether this machine has a driver of GPUs, also where nothing can ask it."""
+    return _DRIVER_FILE.exists()
+
+
 def _real_gpus() -> tuple[Gpu, ...]:
-    """Return what the driver lists; nothing without one.
+    """Return what the driver lists; nothing without one, or without nvidia-ml-py.
 
     Raises:
         Taken: it does not answer, e.g. because a GPU is lost.
