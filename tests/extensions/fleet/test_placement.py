@@ -110,13 +110,19 @@ def test_gpus_by_number_and_range() -> None:
         ("-1", []),
         ("2,-1,3", [2]),
         ("GPU-4, 1", [4, 1]),
+        ("0,9,1", [0]),
+        ("GPU-5-8932,1", [5, 1]),
+        ("1,GPU-5-8933,2", [1]),
+        ("1,GPU-,2", [1]),
+        ("2,MIG-1", [2, 1]),
         (None, [*range(8)]),
     ],
 )
 def test_a_fleet_uses_the_gpus_that_are_visible(
     visible: str | None, indices: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = tuple(Gpu(index, f"GPU-{index}", f"GPU-{index}") for index in range(8))
+    uuids = [f"GPU-{index}-8932f937" for index in range(8)]
+    real = tuple(Gpu(index, uuid, uuid) for index, uuid in enumerate(uuids))
     monkeypatch.setattr(placement, "_real_gpus", lambda: real)
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert [gpu.index for gpu in find_gpus(None, environ)] == indices

@@ -204,21 +204,29 @@ def _variable(environ: Mapping[str, str]) -> str:
 
 
 def _visible(real: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Gpu, ...]:
+    """Return the GPUs that a variable leaves visible: as for CUDA, none from the first name on that is none."""
     variable = _variable(environ)
     if not variable:
         return tuple(real)
-    by_name = {name: gpu for gpu in real for name in (str(gpu.index), gpu.id)}
-    names = [name for name in environ[variable].replace(" ", "").split(",") if name]
-    # CUDA ignores what follows a name that is none, such as -1 and NoDevFiles
-    names = names[: next((i for i, n in enumerate(names) if not _is_gpu(n)), len(names))]
-    # a part of a GPU (MIG) is not among those that the driver lists
-    return tuple(
-        by_name.get(n, Gpu(int(n) if n.isdecimal() else i, n, n)) for i, n in enumerate(names)
-    )
+    gpus: list[Gpu] = []
+    for name in filter(None, environ[variable].replace(" ", "").split(",")):
+        gpu = _gpu_named(name, real, len(gpus))
+        if gpu is None:  # such as -1 and NoDevFiles
+            break
+        gpus.append(gpu)
+    return tuple(gpus)
 
 
-def _is_gpu(name: str) -> bool:
-    return name.isdecimal() or name.startswith(("GPU-", "MIG-"))
+def _gpu_named(name: str, real: Sequence[Gpu], position: int) -> Gpu | None:
+    """Return the GPU with an index, or the only one whose UUID begins so; None if there is none."""
+    if not name.isdecimal() and not name.startswith(("GPU-", "MIG-")):
+        return None
+    if not real or name.startswith("MIG-"):  # the driver does not list parts of a GPU
+        return Gpu(int(name) if name.isdecimal() else position, name, name)
+    if name.isdecimal():
+        return next((gpu for gpu in real if gpu.index == int(name)), None)
+    matching = [gpu for gpu in real if gpu.id.startswith(name)]
+    return matching[0] if len(matching) == 1 else None
 
 
 def numbers_in(text: str, option: str) -> list[int]:
