@@ -62,7 +62,7 @@ def test_programs_on_gpus_are_looked_for_at_each_lease(monkeypatch: pytest.Monke
         acquire_lease(slot, [free], "test")
 
 
-def test_a_port_is_free_below_the_ephemeral_ones() -> None:
+def test_a_port_is_free_below_the_ephemeral_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 24000))
         server.listen()
@@ -72,11 +72,15 @@ def test_a_port_is_free_below_the_ephemeral_ones() -> None:
         assert other not in (24000, port)
         lock.close()
         second.close()
-    with socket.socket() as server:
-        server.bind(("0.0.0.0", 0))  # an ephemeral port: the only candidate
-        server.listen()
+        monkeypatch.setattr(placement, "_first_ephemeral", lambda: 24001)
+        with pytest.raises(Taken, match="no port is free from 24000 to 24000"):
+            lock_port(24000, "test")
+        monkeypatch.setattr(placement, "_first_ephemeral", lambda: 1024)  # all are ephemeral
+        port, lock = lock_port(24000, "test")
+        assert port > 24000
+        lock.close()
         with pytest.raises(Taken, match="no port is free"):
-            lock_port(server.getsockname()[1], "test")
+            lock_port(65536, "test")
 
 
 def test_the_folder_of_locks_is_shared_and_sticky(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from instar.record.lock import try_flock as lock_file
 LOCKS_VARIABLE = "INSTAR_LOCK_DIR"
 _HOLDER_BYTES = 512
 _DEFAULT_FIRST_EPHEMERAL = 32768
+_PORTS = 1 << 16
 _GIVEN_VARIABLES = ("CUDA_VISIBLE_DEVICES", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
 """which GPUs a scheduler gave"""
 _DRIVER_FILE = Path("/dev/nvidiactl")
@@ -318,7 +319,7 @@ def lock_gpus(
 def lock_port(
     first: int, holder: str, say: Callable[[str], None] = lambda _: None
 ) -> tuple[int, Lock]:
-    """Acquire the first free port from `first` on, below those that the kernel gives to clients.
+    """Acquire the first free port from `first` on, below those that the kernel gives to clients if `first` is.
 
     Args:
         say: told of a port that is left out because its lock is unusable.
@@ -326,7 +327,9 @@ def lock_port(
     Raises:
         Taken: none is free.
     """
-    end, unusable = max(_first_ephemeral(), first + 1), ""
+    end, unusable = _first_ephemeral(), ""
+    if first >= end:
+        end = _PORTS
     for port in range(first, end):
         if not is_bindable(port):
             continue
