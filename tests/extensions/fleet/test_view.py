@@ -74,6 +74,27 @@ def test_nothing_runs_without_a_launcher() -> None:
     assert _view(None, Ended(9.0, 4)).state == "failed"
 
 
+def test_a_fleet_of_which_a_part_succeeds_later_has_not_succeeded() -> None:
+    """`up`, in which instance 0 fails, a stop, and `resume --only 1`."""
+    events: list[FleetEvent] = [
+        Started(1.0, 7, "here", "", (0, 1)),
+        InstanceChanged(2.0, 0, "failed"),
+        InstanceChanged(3.0, 1, "stopped"),
+        Ended(3.0, 75),
+        Started(4.0, 8, "here", "", (1,)),
+        InstanceChanged(5.0, 1, "succeeded"),
+        Ended(5.0, 0),
+    ]
+
+    def state(*more: FleetEvent) -> str:
+        return fleet_view("grpo", fold_events([*events, *more]), None, PLANNED[:2]).state
+
+    assert state() == "failed"
+    assert state(InstanceChanged(6.0, 0, "stopped")) == "stopped"
+    assert state(InstanceChanged(6.0, 0, "pruned")) == "succeeded"
+    assert fleet_view("grpo", fold_events(events[-3:]), None, PLANNED).state == "stopped"
+
+
 def test_json_has_what_was_recorded_and_what_the_runs_have_reached() -> None:
     data = fleet_json(_view(99), fold_events(EVENTS), 40.0)
     json.dumps(data)

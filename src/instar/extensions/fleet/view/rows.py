@@ -12,7 +12,14 @@ from instar.config.errors import printable_text
 from instar.extensions.fleet.engines.remote import HostStatus
 from instar.extensions.fleet.plan import Instance, text_of
 from instar.extensions.fleet.spec import Scalar, Search
-from instar.extensions.fleet.state import ENDED, FleetStatus, InstanceStatus, ProcessStatus, as_json
+from instar.extensions.fleet.state import (
+    DONE,
+    ENDED,
+    FleetStatus,
+    InstanceStatus,
+    ProcessStatus,
+    as_json,
+)
 
 
 @dataclass(frozen=True)
@@ -211,10 +218,11 @@ def fleet_view(
     ]
     best = best_trial(search, status)
     state = fleet_state(status, launcher)
-    if state == "launcher died" and hosts:  # which go on without a launcher
+    # the last launcher may have run a part only, and hosts go on without one
+    if state == "succeeded" or (state == "launcher died" and hosts):
         states = {row.state for row in rows}
         state = "failed" if "failed" in states else "stopped"
-        state = "succeeded" if states == {"succeeded"} else state
+        state = "succeeded" if states <= {*DONE} else state
     if any(host.alive for host in hosts.values()):
         state = "running"
     groups = {
@@ -238,7 +246,7 @@ def group_name(fleet: str, instance: Instance, status: InstanceStatus | None) ->
 
 
 def fleet_state(status: FleetStatus, launcher: int | None) -> str:
-    """Return the state of a fleet, given its launcher's process id if that runs."""
+    """Return the state in which the last launcher left a fleet, given its process id if it runs."""
     if launcher is not None:
         return "running"
     if status.start is None:
