@@ -427,6 +427,24 @@ def test_what_is_being_deleted_is_waited_for(tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
 
 
+def test_a_run_in_a_folder_that_may_not_be_listed_is_saved() -> None:
+    """As of each user in a shared `/scratch` of mode 0711."""
+    with tempfile.TemporaryDirectory() as scratch:
+        root = Path(scratch, "run")
+        root.mkdir()
+        root.chmod(0o777)
+        Path(scratch).chmod(0o711)
+        is_root = os.geteuid() == 0
+        if is_root:
+            os.seteuid(65534)
+        try:
+            path = save(root, 1)
+            assert latest_checkpoint(root) == path
+        finally:
+            if is_root:
+                os.seteuid(0)
+
+
 def test_a_file_that_may_not_be_read_is_not_called_broken() -> None:
     """As a member of a group sees the checkpoint of somebody who shares nothing."""
     with tempfile.TemporaryDirectory() as folder:

@@ -72,6 +72,19 @@ def test_a_second_start_goes_on_in_the_same_file(tmp_path: Path) -> None:
     assert rank_log_path(tmp_path, 0).read_text().count("started") == 2
 
 
+def test_a_failure_that_the_launcher_cannot_be_told_is_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its temporary folder was tidied away."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "gone" / "error.json"))
+    monkeypatch.delenv("INSTAR_LAUNCHER_PID", raising=False)
+    with pytest.raises(ValueError, match="boom"):
+        fail(RankLog(0), step=7, run_dir=tmp_path)
+    log = rank_log_path(tmp_path, 0).read_text()
+    assert "rank 0 failed at step 7: ValueError: boom" in log
+    assert "the launcher cannot be told" in log
+
+
 def test_an_exception_is_in_the_record(record: Path) -> None:
     with pytest.raises(ValueError, match="boom"):
         fail(RankLog(3), step=120)

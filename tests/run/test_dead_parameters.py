@@ -128,3 +128,12 @@ def test_a_step_without_an_update_tells_nothing() -> None:
     for _ in range(4):
         watch.update({n: torch.full_like(p, torch.nan) for n, p in model.named_parameters()})
     assert not watch.is_over
+    for _ in range(MAX_WATCHED_STEPS):
+        gradients = {n: torch.ones_like(p) for n, p in model.named_parameters()}
+        for gradient in gradients.values():
+            for dim, size in enumerate(gradient.shape):
+                if size == 20:
+                    gradient.narrow(dim, 12, 8).zero_()
+        watch.update(gradients)
+    assert watch.is_over
+    assert watch.dead

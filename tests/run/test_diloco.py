@@ -318,8 +318,9 @@ def test_a_replica_that_is_never_finite_again_ends_the_run_for_all(place: tiny_r
 
 
 def test_a_round_that_is_not_finite_is_taken_back(trainer: Callable[..., Trainer]) -> None:
+    # fewer than the steps of a round: one that is taken back is one update that is skipped
     run = trainer(
-        *DILOCO, "optimizer.name=adamw", "train.until=[15it]", "train.max_skipped_steps=99"
+        *DILOCO, "optimizer.name=adamw", "train.until=[15it]", "train.max_skipped_steps=2"
     )
     for _ in range(ROUND):
         run.step()
@@ -331,7 +332,7 @@ def test_a_round_that_is_not_finite_is_taken_back(trainer: Callable[..., Trainer
     run.step()
     for name, parameter in run.parts.stepper.parameters.items():
         assert torch.equal(parameter, before[name]), name
-    assert run.state.skipped_in_a_row == ROUND
+    assert run.state.skipped_in_a_row == 1
     run.train()
     assert run.state.skipped_in_a_row == 0
 

@@ -10,7 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from live import restore
 
+from instar.checkpoint.store import load_checkpoint
 from instar.record.events import SampleText, Warn, read_events
 from instar.run.output import inspection
 from instar.run.output.inspection import WeightAnalyzer
@@ -39,6 +41,21 @@ def test_a_model_writes_at_evaluations_and_at_the_end(
     assert {event.prompt for event in sample_events} == {"7 squared"}
     assert all(event.text for event in sample_events), sample_events
     assert wrote(tmp_path / "silent.jsonl") == []  # no tokenizer in its folder
+
+
+def test_texts_come_at_the_same_steps_however_often_a_run_was_resumed(
+    trainer: Make, corpus: Path, tmp_path: Path
+) -> None:
+    settings = ("eval.eval_interval=2", "record.sample_every=3")
+    first = trainer(*settings, name="first")
+    for _ in range(3):
+        first.step()
+    first.save("stopped", must=True)
+    resumed = trainer(*settings, name="resumed")
+    restore(resumed, load_checkpoint(first.parts.saver.root / "checkpoints" / "step-3"))
+    shutil.copy(corpus / "tokens" / "tokenizer.json", tmp_path / "resumed")
+    resumed.train()
+    assert [event.step for event in wrote(tmp_path / "resumed.jsonl")] == [4, 8]
 
 
 def test_a_model_that_cannot_write_goes_on_training(

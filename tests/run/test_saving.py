@@ -451,3 +451,31 @@ def test_the_first_metric_of_best_of_decides_which_checkpoints_stay(tmp_path: Pa
     ) as run:
         keep = run.parts.saver.keep
     assert (keep.metric, keep.better) == ("accuracy", "max")
+
+
+def test_a_loss_that_is_not_finite_hinders_no_save(trainer: Make) -> None:
+    run = trainer("record.log_interval=100")
+    run.step()
+    run.step()
+    assert run.parts.logger.loss_sum is not None
+    run.parts.logger.loss_sum.fill_(torch.nan)  # of a step that was skipped
+    run.save("after a skipped step", must=True)
+    resumed = trainer("record.log_interval=100", name="resumed")
+    restore(resumed, load_checkpoint(run.parts.saver.root / "checkpoints" / "step-2"))
+    assert resumed.parts.logger.loss_sum is not None
+    assert resumed.parts.logger.loss_sum.isnan()
+
+
+def test_what_fails_after_a_save_is_logged_and_ends_no_run(
+    trainer: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise CheckpointError("cannot delete step-1")
+
+    monkeypatch.setattr("instar.run.output.save.prune_checkpoints", refuse)
+    run = trainer("checkpoint.every_steps=1", "checkpoint.asynchronous=false")
+    run.train()
+    run.save("the end", must=True)
+    events_path = run.parts.saver.root.with_name(f"{run.parts.saver.root.name}.jsonl")
+    warnings = [event.message for event in read_events(events_path) if isinstance(event, Warn)]
+    assert sum("is saved, but what follows" in message for message in warnings) >= MAX_FAILURES

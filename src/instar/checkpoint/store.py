@@ -291,8 +291,9 @@ class CheckpointWriter:
         atomic.write_synced(self.temporary / MANIFEST, encode_manifest(manifest))
         atomic.sync_folder(self.temporary)
         path = _publish_folder(self.temporary, self.folder, self.step)
-        for parent in (self.folder, self.root, self.root.parent):
+        for parent in (self.folder, self.root):
             atomic.sync_folder(parent)
+        atomic.sync_name(self.root)
         atomic.replace_file(self.folder / LATEST, path.name.encode() + b"\n")
         return path
 

@@ -7,6 +7,7 @@ with Instar's facts beside it.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -19,6 +20,8 @@ from pathlib import Path
 
 from instar.config.errors import InstarError, sentence_of
 from instar.config.user_code.named import what_happened
+
+logger = logging.getLogger(__name__)
 
 _PF_EXITING = 0x4
 """flag of a process that exits, in Linux's /proc/PID/stat"""
@@ -208,7 +211,10 @@ def describe_failure(error: BaseException, rank: int, step: int | None) -> Failu
 
 
 def write_failure(failure: Failure, error: BaseException, environ: Mapping[str, str]) -> None:
-    """Leave the record where the launcher, ours or torchrun's, looks for it; none, no record."""
+    """Leave the record where the launcher, ours or torchrun's, looks for it; none, no record.
+
+    A disk that is full, or a folder that was tidied away, hides no failure: it is logged.
+    """
     target = environ.get(RECORD_VARIABLE)
     if not target:
         return
@@ -223,8 +229,11 @@ def write_failure(failure: Failure, error: BaseException, environ: Mapping[str, 
         "instar": asdict(failure),
     }
     temporary = Path(f"{target}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(record), encoding="utf-8")
-    temporary.replace(target)
+    try:
+        temporary.write_text(json.dumps(record), encoding="utf-8")
+        temporary.replace(target)
+    except OSError as refusal:
+        logger.warning("the launcher cannot be told: %s: %s", target, refusal.strerror)
 
 
 def remove_orphaned(environ: Mapping[str, str], patience_s: float = 0.0) -> None:
@@ -282,8 +291,13 @@ def point_to_log(log: Path, environ: Mapping[str, str]) -> None:
     if record and LAUNCHER_VARIABLE in environ:
         pointer = _log_pointer(Path(record))
         temporary = pointer.with_suffix(".tmp")
-        temporary.write_text(str(log.absolute()), encoding="utf-8")
-        temporary.replace(pointer)  # the launcher reads it meanwhile, and must not see half of it
+        try:
+            temporary.write_text(str(log.absolute()), encoding="utf-8")
+            temporary.replace(
+                pointer
+            )  # the launcher reads it meanwhile, and must not see half of it
+        except OSError as refusal:
+            logger.warning("the launcher cannot be told: %s: %s", pointer, refusal.strerror)
 
 
 def log_of_failure(record: Path) -> Path | None:

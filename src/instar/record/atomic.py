@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from instar.config.errors import ConfigError, InstarError
 from instar.config.files import make_folder as make_folder
 from instar.config.files import sync_folder as sync_folder
+from instar.config.files import sync_name as sync_name
 
 TMP = ".tmp-"
 """Prefix of the names of unpublished files and folders."""

@@ -58,6 +58,8 @@ class Trainer:
         """progress at the beginning of the round; None: all ranks are the same"""
         self._skipped = 0
         """steps of this round whose gradient was not finite, on this rank"""
+        self._skips_before = 0
+        """skipped in a row before this round, on all ranks"""
         self._unjudged: tuple[Counters, Skips, StepBatch] | None = None
         """the last step, if a GPU has not computed it yet; its samples, because the GPU copies them"""
         self._waited_s = 0.0
@@ -187,16 +189,19 @@ class Trainer:
         """Count a step that was skipped, and end the round of the strategy with it. A collective if it `ends`."""
         state, stepper = self.state, self.parts.stepper
         skips = Skips(state.skipped_in_a_row, result.norm, result.scale)
-        before = self._round_begun = self._round_begun or state.progress
         if stepper.strategy.rounds is not None:
+            if self._round_begun is None:
+                self._skips_before = state.skipped_in_a_row
             self._skipped += not result.norm.finite
+        before = self._round_begun = self._round_begun or state.progress
         if not ends:
             return skips, None
         steps = state.step + 1 - before.step
         end = stepper.end_round(steps, self._skipped, skips)
         self._round_begun, self._skipped = None, 0
         if end is not None:
-            skips = Skips(end.in_a_row if end.finite else state.skipped_in_a_row + steps)
+            # a round that is taken back is one update that all ranks skip; within it each counts its own
+            skips = Skips(end.in_a_row if end.finite else self._skips_before + 1)
         return skips, end
 
     def _after_step(
@@ -284,7 +289,7 @@ class Trainer:
         if not over:
             return
         if end is not None:
-            parts.logger.log_round(progress, end)
+            parts.logger.log_round(progress, end, self.state.skipped_in_a_row)
         self._unjudged = progress, self.state.skips, batch
         if not result.norm.pending:
             self._judge()

@@ -265,8 +265,12 @@ class RunLogger:
             f"step {progress.step}: the scaled gradient overflows in float16, update skipped; the loss scale is lowered to {scale:g}"
         )
 
-    def log_round(self, progress: Counters, end: RoundEnd) -> None:
-        """Log the steps of a round whose gradient was not finite."""
+    def log_round(self, progress: Counters, end: RoundEnd, n_skipped: int) -> None:
+        """Log the steps of a round whose gradient was not finite.
+
+        Args:
+            n_skipped: updates skipped in a row, on all ranks.
+        """
         for rank, count in enumerate(end.n_skipped):
             if count:
                 self._write(progress, Skip(step=progress.step, consecutive=max(1, end.in_a_row)))
@@ -275,10 +279,10 @@ class RunLogger:
                     "finite, updates skipped there"
                 )
         if not end.finite:
-            self._write(progress, Skip(step=progress.step))
+            self._write(progress, Skip(step=progress.step, consecutive=n_skipped))
             self.console.warn(
-                f"step {progress.step}: what the ranks moved by in this round is not finite, the round is "
-                "skipped on all ranks"
+                f"step {progress.step}: what the ranks moved by in this round is not finite: the round is taken back "
+                "on all ranks, whose optimizers begin anew without moments"
             )
 
     def log_eval(
@@ -371,6 +375,8 @@ class RunLogger:
         self._write(save.snapshot.progress, event)
         self.sink.sync()
         logger.info("saved %s in %.2f s: %s", save.path.name, save.seconds, event.reason)
+        if save.error is not None:
+            self.warn(f"step {step:,} is saved, but what follows a save failed: {save.error}", step)
 
     def log_event(self, progress: Counters, event: ExtensionEvent) -> None:
         """Log an event of an extension, of the step that has this progress."""
@@ -477,10 +483,11 @@ class RunLogger:
     def state(self) -> dict[str, Any]:
         """Return the logger's state as JSON. A collective."""
         interval: dict[str, Any] | None = None
-        sums = gather(self.world, None if self.loss_sum is None else self.loss_sum.item())
+        # as text: JSON has no NaN, which a step that was skipped leaves
+        sums = gather(self.world, None if self.loss_sum is None else repr(self.loss_sum.item()))
         if self.loss_sum is not None:
             interval = {
-                "loss_sums": sums,
+                "loss_sums": [float(str(text)) for text in sums],
                 "weight": self.weight,
                 "waited_s": self.waited_s,
                 "since": dataclasses.asdict(self.since),
@@ -507,7 +514,8 @@ class RunLogger:
         if (interval := state.get("interval")) is not None:
             sums = msgspec.convert(interval["loss_sums"], list[float])
             rank = self.world.rank
-            total = math.fsum(sums) if rank == 0 else 0.0
+            total = math.fsum(sums) if all(map(math.isfinite, sums)) else math.nan
+            total = total if rank == 0 else 0.0
             loss_sum = sums[rank] if len(sums) == self.world.size else total
             self.loss_sum = torch.tensor(loss_sum, dtype=torch.float64, device=self.world.device)
             self.weight = msgspec.convert(interval["weight"], float)

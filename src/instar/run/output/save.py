@@ -216,7 +216,7 @@ class Saver:
             after()
         save_result = self._write(snapshot, self.world, start)
         self._over(save_result)
-        if must and save_result.error is not None:
+        if must and save_result.path is None and save_result.error is not None:
             raise save_result.error
 
     def poll(self) -> None:
@@ -258,7 +258,8 @@ class Saver:
 
     def _over(self, save_result: SaveResult) -> None:
         self.on_saved(save_result)
-        self.failures = self.failures + 1 if save_result.error is not None else 0
+        # what is published is saved, whatever could not be tidied up after it
+        self.failures = self.failures + 1 if save_result.path is None else 0
         if self.failures >= MAX_FAILURES:
             raise RunFailed(
                 f"{self.failures} saves in a row have failed, the last: {save_result.error}"

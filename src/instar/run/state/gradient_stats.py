@@ -163,16 +163,17 @@ class GradientWatch:
         }
         self.norms: list[tuple[float, float]] = []
         """gradient norms (kept parameters, new parameters) of each step"""
+        self._update_norms: list[tuple[float, float]] = []
+        """those of the steps that made an update"""
         self._unreached: dict[tuple[str, int], Tensor] = {}
         """by tensor and dimension: bool mask of new slices without a gradient so far"""
-        self._steps = 0
 
     def update(self, gradients: Mapping[str, Tensor]) -> None:
         """Add the gradients of a step; ignored if not finite, as they make no update."""
         self.norms.append(split_grad_norms(self.plan, gradients))
         if not all(map(math.isfinite, self.norms[-1])):
             return
-        self._steps += 1
+        self._update_norms.append(self.norms[-1])
         noise = _ROUNDING * typical_size(gradients)
         for name, gradient in gradients.items():
             for dim, new in new_slices(self.plan.tensors[name], gradient.shape):
@@ -188,16 +189,17 @@ class GradientWatch:
     @property
     def is_over(self) -> bool:
         """Whether the watch ends: after `WATCHED_STEPS`, or later if a parameter is unreached."""
-        if self._steps < WATCHED_STEPS:
+        steps = len(self._update_norms)
+        if steps < WATCHED_STEPS:
             return False
-        return self._steps >= MAX_WATCHED_STEPS or not (
+        return steps >= MAX_WATCHED_STEPS or not (
             self.parameters_without_gradient or self._new_norm_is_noise
         )
 
     @property
     def dead(self) -> bool:
         """Whether no new parameter had a gradient, although the kept ones had."""
-        had = all(old > 0.0 for old, _ in self.norms)
+        had = all(old > 0.0 for old, _ in self._update_norms)
         return self.is_over and had and self._new_norm_is_noise
 
     @property
@@ -210,7 +212,7 @@ class GradientWatch:
 
     @property
     def _new_norm_is_noise(self) -> bool:
-        return all(new <= _ROUNDING * old for old, new in self.norms)
+        return all(new <= _ROUNDING * old for old, new in self._update_norms)
 
 
 def typical_size(gradients: Mapping[str, Tensor]) -> float:

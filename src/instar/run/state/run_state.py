@@ -211,6 +211,7 @@ class RunState:
             "basis": dict(self.basis),
             "judged_at": self.judged_at,
             "asked_at": self.evaluation_checked_at,
+            "sampled_at": self.sampled_at,
             "losses": self.losses,
             "noise": dataclasses.asdict(self.noise),
             "skipped_in_a_row": self.skipped_in_a_row,
@@ -262,5 +263,5 @@ class RunState:
             evaluation_checked_at=read("asked_at", int, evaluated_at),
             reevaluates_at=read("reevaluates_at", int, -1),
             save_checked_at=progress.step,
-            sampled_at=progress.step,
+            sampled_at=read("sampled_at", int, progress.step),
         )
