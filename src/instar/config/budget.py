@@ -171,16 +171,18 @@ def eta(
     counters: Counters,
     epochs: float,
     elapsed_s: float,
-    untimed: Mapping[Kind, float] | None = None,
+    foreign_amounts: Mapping[Kind, float] | None = None,
 ) -> float | None:
     """Return how much longer a run lasts, in the unit of `elapsed_s`, at the pace so far; None without a budget
     that allows an estimate.
 
     Args:
-        untimed: amounts that `elapsed_s` does not include, such as steps of another tool; None: there are none.
+        foreign_amounts: amounts that `elapsed_s` does not include, such as steps of another tool; None: there are none.
     """
     amounts = counters.amounts(epochs)
-    timed = {kind: amount - (untimed or {}).get(kind, 0) for kind, amount in amounts.items()}
+    timed = {
+        kind: amount - (foreign_amounts or {}).get(kind, 0) for kind, amount in amounts.items()
+    }
     remaining = [
         elapsed_s * (budget.amount - amounts[budget.kind]) / timed[budget.kind]
         for budget in budgets

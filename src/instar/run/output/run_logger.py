@@ -105,7 +105,7 @@ class RunLogger:
         self.started = time.monotonic()
         self.paused_s = 0.0
         """total seconds between saves and the resumes from them"""
-        self.untimed = Counters()
+        self.foreign_progress = Counters()
         """what another tool trained before, of which no time is known"""
         self.last_loss: float | None = None
         self._warned_of_empty = False
@@ -472,7 +472,7 @@ class RunLogger:
             best_metric=self.best_metric,
             best_value=best_state.best,
             best_value_step=best_state.best_step,
-            tokens_per_s=(progress.tokens - self.untimed.tokens) / progress.active_s
+            tokens_per_s=(progress.tokens - self.foreign_progress.tokens) / progress.active_s
             if progress.active_s
             else None,
         )
@@ -499,7 +499,11 @@ class RunLogger:
             "wall_s": self.wall_s(),
             "paused_s": self.paused_s,
             "saved_at": time.time(),
-            **({"untimed": dataclasses.asdict(self.untimed)} if self.untimed.step else {}),
+            **(
+                {"foreign_progress": dataclasses.asdict(self.foreign_progress)}
+                if self.foreign_progress.step
+                else {}
+            ),
         }
 
     def restore(self, state: Mapping[str, Any], progress: Counters) -> None:
@@ -508,7 +512,7 @@ class RunLogger:
         pause = max(0.0, time.time() - saved_at)
         self.paused_s = msgspec.convert(state.get("paused_s", 0.0), float) + pause
         self.started = time.monotonic() - wall_s - pause
-        self.untimed = msgspec.convert(state.get("untimed", {}), Counters)
+        self.foreign_progress = msgspec.convert(state.get("foreign_progress", {}), Counters)
         self.last_loss = msgspec.convert(state["last_loss"], float | None)
         self._start_interval(progress)
         if (interval := state.get("interval")) is not None:
@@ -545,5 +549,5 @@ class RunLogger:
         """Estimated seconds until the first budget is used up, at the pace so far (without pauses
         between resumes); None without a budget that allows an estimate."""
         running = self.wall_s() - self.paused_s
-        untimed = self.untimed.amounts(self.epochs(self.untimed.samples))
-        return eta(self.budgets, progress, self.epochs(progress.samples), running, untimed)
+        foreign_amounts = self.foreign_progress.amounts(self.epochs(self.foreign_progress.samples))
+        return eta(self.budgets, progress, self.epochs(progress.samples), running, foreign_amounts)

@@ -249,7 +249,7 @@ def _publish(
             "last_loss": None,
             "wall_s": 0.0,
             "saved_at": time.time(),
-            "untimed": dataclasses.asdict(last),
+            "foreign_progress": dataclasses.asdict(last),
         },
     }
     content = CheckpointContent(components, state if step else {}, nano.arch.to_dict(), facts=facts)
