@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 
 from instar.config.errors import ConfigError, ConfigProblem
-from instar.config.language import DataConfig
+from instar.config.language import DataConfig, part_names
 from instar.config.schema import EvalSet
 from instar.config.user_code.named import load_named, what_happened
 from instar.data.mixture import Concatenated, Mixed, mixture_order
@@ -508,7 +508,7 @@ class MixtureData(DataSet):
         if self.data.val_source is not None:
             return {}
         ends = np.cumsum([len(part.held_out("val", context)) for part in self.parts]).tolist()
-        names = [part.name or part.source for part in self.data.mixture]
+        names = part_names(self.data.mixture)
         return dict(zip(names, map(range, [0, *ends[:-1]], ends), strict=True))
 
     def _weighted_parts(self) -> zip[tuple[TokenData, float | None]]:
