@@ -118,10 +118,10 @@ def read_lines(source: str) -> Iterator[tuple[Path, int, bytes]]:
     listing = find_files(source)
     endings = {*LINES, JSON} if listing.json_is_rows else LINES
     files = [file for file in listing.files if suffix_of(file) in endings]
-    unread = [file for file in listing.files if file not in files]
+    left_out = [file for file in listing.files if file not in files]
     # text beside them is no conversation, as a README is none
-    if files and (others := [file for file in unread if suffix_of(file) in {JSON, PARQUET}]):
-        names = names_text([listing.name(file) for file in others])
+    if files and (leftovers := [file for file in left_out if suffix_of(file) in {JSON, PARQUET}]):
+        names = names_text([listing.name(file) for file in leftovers])
         raise ConfigError.of(
             f"{source} has files that kind chat does not read with these: {names}",
             hint=f"name those to read by a glob, such as {Path(source) / '*.jsonl'}",
