@@ -94,6 +94,15 @@ def measurements(folder: Path, name: str = NAME) -> list[tuple[int, float, dict[
     ]
 
 
+def bests(folder: Path) -> tuple[list[tuple[int, bool]], float | None, int | None]:
+    """Which evaluations said that they are the best so far, and what the end of the run says."""
+    run_events = events(folder)
+    finish = run_events[-1]
+    assert isinstance(finish, RunFinished)
+    evaluations = [(event.step, event.best) for event in run_events if isinstance(event, Eval)]
+    return evaluations, finish.best_value, finish.best_value_step
+
+
 def test_a_seed_gives_the_same_weights_and_measurements_every_time(
     full_run: Path, tmp_path: Path
 ) -> None:
@@ -122,6 +131,7 @@ def test_a_resumed_run_equals_one_without_interruption(
     train_in(cut, max_steps=3, num_iterations=num_iterations)
     train_in(cut, "latest", num_iterations=num_iterations)
     assert same(weights(reference), weights(cut))
+    assert bests(reference) == bests(cut)
 
 
 def test_a_stop_signal_saves_and_the_resumed_run_equals_one_without_it(

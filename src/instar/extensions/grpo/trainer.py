@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,7 @@ class GrpoRun:
             len(questions.train),
             began=float(marker.get("began", time.time())),
             active_s=float(marker.get("active_s", 0.0)),
+            best=_best_of(marker),
         )
         seed_everything(options.seed)
         self._model, self._tokenizer = load_policy(options.model, options.dataset)
@@ -183,6 +184,12 @@ class GrpoRun:
 def exact_answer(completions: list[str], solution: list[str], **_: Any) -> list[float]:
     """Return the reward: 1 for a completion whose final answer is exactly that of the solution, else 0."""
     return [float(is_correct(*pair)) for pair in zip(completions, solution, strict=True)]
+
+
+def _best_of(marker: Mapping[str, Any]) -> tuple[float, int] | None:
+    """Return the best value up to a checkpoint and its step; older checkpoints do not have them."""
+    best = marker.get("best")
+    return None if best is None else (float(best[0]), int(best[1]))
 
 
 def seed_everything(seed: int) -> None:
