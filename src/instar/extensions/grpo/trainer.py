@@ -73,20 +73,24 @@ class GrpoRun:
         record.log_start(start, self._checkpoint, self._model, str(trainer.accelerator.device))
         if self._checkpoint is not None:
             restore_rest(self._checkpoint, trainer, self._options)
+        failure = ""
         try:
             trainer.train(resume_from_checkpoint=self._checkpoint and str(self._checkpoint))
         except Exception as error:
-            if not self._stop.requested:
-                record.log_failure(trainer.state.global_step, str(error), exit_code_of(error))
+            step = trainer.state.global_step
+            if not self._stop.requested or step >= self._options.max_steps:
+                record.log_failure(step, str(error), exit_code_of(error))
                 raise
+            failure = f"; its end failed: {type(error).__name__}: {error}"
         step = trainer.state.global_step
         if step >= self._options.max_steps:
             record.log_stop(step, f"reached {step}it", resumable=True)
             return
         record.log_stop(step, str(self._stop.requested), resumable=self._stop.resumable)
         if self._stop.resumable:
-            raise Interrupted(f"{self._stop.requested} at step {step}; continue with --resume")
-        raise StoppedUnsaved(f"{self._stop.requested} before the first checkpoint")
+            message = f"{self._stop.requested} at step {step}; continue with --resume{failure}"
+            raise Interrupted(message)
+        raise StoppedUnsaved(f"{self._stop.requested} before the first checkpoint{failure}")
 
     def close(self) -> None:
         """Close the connection to a server."""
