@@ -227,6 +227,19 @@ def test_adapters_train_grow_resume_and_are_merged_in_exports(
     assert events(Path("next"), "eval")[0]["loss"] == pytest.approx(losses[-1], abs=1e-4)
 
 
+def test_a_loss_of_routers_that_is_not_trained_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.chdir(write_place("mixtral", tmp_path))
+    model_config = Path("model/config.json")
+    config = json.loads(model_config.read_text()) | {"router_aux_loss_coef": 0.25}
+    says = "router_aux_loss_coef (0.25) of the model's config has no effect"
+    for asks in (False, True):
+        model_config.write_text(json.dumps(config | {"output_router_logits": asks}))
+        assert train(f"asks-{asks}", "train.until=1it") == 0
+        assert capsys.readouterr().err.count(says) == asks
+
+
 REFUSED = {
     "missing folder": ("model: {from: model", "model: {from: modle", "no folder 'modle'"),
     "no folder": ("model: {from: model, ", "model: {", "model.from must name the folder of a model"),

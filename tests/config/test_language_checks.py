@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from instar.config.errors import ConfigError, ConfigProblem
-from instar.config.language import DataConfig, data_checks, data_rank_checks
+from instar.config.language import DataConfig, LanguageConfig, data_checks, data_rank_checks
 from instar.config.load import load_config
+from instar.schedule.settings import initial_settings, mixture_names, with_mixture
 
 ROWS = {"kind": "rows", "source": "rows.parquet"}
 STREAM = {"kind": "stream", "source": "rows.parquet", "val_source": "held_out.jsonl"}
@@ -219,3 +220,15 @@ def test_the_page_has_what_every_rule_says() -> None:
         *data_rank_checks(data(STREAM | {"lanes": 3}), 4),
     ):
         assert f"| {clash.message} |" in page
+
+
+def test_parts_of_one_name_are_told_apart() -> None:
+    """Runs that began with such a mixture go on, and no loss replaces another's."""
+    parts = [{"source": "a.txt"}, {"source": "b.txt", "name": "b"}, {"source": "a.txt"}]
+    parts += [{"source": "c.txt", "name": "b"}, {"source": "a.txt"}, {"source": "a.txt (3)"}]
+    data = {"mixture": [{**part, "weight": 1} for part in parts], "tokenizer": "byte"}
+    config = LanguageConfig.model_validate({"data": data})
+    names = ["a.txt", "b", "a.txt (2)", "b (2)", "a.txt (3)", "a.txt (3) (2)"]
+    assert config.held_out_parts == mixture_names(config) == names
+    weights = dict(zip(names, (1, 0, 2, 3, 4, 5), strict=True))
+    assert with_mixture(initial_settings(config), config, weights).mixture == (1, 0, 2, 3, 4, 5)

@@ -395,3 +395,23 @@ def test_conversations_of_val_source_are_not_trained_on(place: Path) -> None:
         say=messages.append,
     )
     assert "left out 10 of 40 conversations, which are there before or held out" in messages
+
+
+def test_files_that_are_not_read_beside_those_that_are_are_refused(place: Path) -> None:
+    folder = place / "folder"
+    folder.mkdir()
+    (folder / "one.jsonl").write_bytes((place / "chats.jsonl").read_bytes())
+    for name in ("README.md", "notes.txt"):
+        (folder / name).write_text("About these conversations.")
+    of_folder = config(place, source=str(folder))
+    create_dataset_files(of_folder, 1)
+    (folder / "two.parquet").touch()
+    (folder / "three.json").write_text(json.dumps([{"messages": chat(1)}]))
+    data = config(place, source=str(folder), path=str(place / "other"))
+    with pytest.raises(
+        ConfigError, match=r"does not read with these: three.json, two.parquet"
+    ) as e:
+        create_dataset_files(data, 1)
+    assert "by a glob, such as" in e.value.problems[0].hint
+    data = config(place, source=str(folder / "*.jsonl"), path=str(place / "other"))
+    create_dataset_files(data, 1)

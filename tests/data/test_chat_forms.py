@@ -85,6 +85,16 @@ def test_null_is_no_key_of_an_older_form() -> None:
     conversation_of(row, "messages", last_answer_only=False)
 
 
+@pytest.mark.parametrize("key", ["tools", "documents"])
+def test_an_empty_text_of_options_is_none(key: str) -> None:
+    row = {"messages": messages(1)}
+    plain = conversation_of(row, "messages", last_answer_only=False)
+    assert conversation_of(row | {key: ""}, "messages", last_answer_only=False) == plain
+    assert conversation_of(row | {key: []}, "messages", last_answer_only=False) != plain
+    with pytest.raises(ValueError, match=f"`{key}` is a list of objects"):
+        conversation_of(row | {key: " "}, "messages", last_answer_only=False)
+
+
 def test_only_a_completion_is_trained(tmp_path: Path) -> None:
     rows = [{"prompt": messages(n)[:-1], "completion": messages(n)[-1:]} for n in range(40)]
     _, targets = prepare_samples(tmp_path / "rows", rows, chat_form="prompt_completion")

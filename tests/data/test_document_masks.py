@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,11 @@ def test_positions_begin_anew_where_a_document_begins(config: DataConfig) -> Non
         assert (columns["positions"] == 0).sum() > 3 * len(source)
 
 
-def with_mixture(config: DataConfig) -> DataConfig:
-    parts = tuple(MixturePart(source="train.jsonl", name=name) for name in ("one", "two"))
+def with_mixture(config: DataConfig, weights: Sequence[float | None] = (None, None)) -> DataConfig:
+    parts = tuple(
+        MixturePart(source="train.jsonl", name=name, weight=weight)
+        for name, weight in zip(("one", "two"), weights, strict=True)
+    )
     return config.model_copy(update={"source": "stdlib", "mixture": parts})
 
 
@@ -99,6 +103,33 @@ def test_columns_of_a_transform_stay(config: DataConfig, monkeypatch: pytest.Mon
     plain = open_data(config, 0).train(CONTEXT, 0)[0].read(np.arange(4))
     assert columns["mark"].tolist() == [[1.0]] * 4
     assert columns["positions"].tolist() == plain["positions"].tolist()
+
+
+@pytest.mark.parametrize("is_mixed", [False, True], ids=["random windows", "a mixture"])
+def test_each_draw_of_a_sample_is_transformed_anew(
+    config: DataConfig, is_mixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("shakes.py").write_text(
+        "def shakes(sample, generator):\n    return {**sample, 'noise': generator.random(1)}\n"
+    )
+    monkeypatch.syspath_prepend(".")
+    random = config.model_copy(update={"order": "random"})
+    plain = with_mixture(config, (9, 1)) if is_mixed else random
+    create_dataset_files(plain, 0)
+    columns = []
+    for transform in ("shakes:shakes", None):
+        data = open_data(plain.model_copy(update={"transform": transform}), 0)
+        source, order = data.train(CONTEXT, 0)
+        draws = order.indices(1, 0, order.samples_per_epoch)
+        columns.append(source.read(draws, 1))
+        assert source.weights(draws) > 0
+    transformed, untransformed = columns
+    assert np.unique(transformed.pop("noise")).size == len(transformed["inputs"])
+    for name in ("inputs", "targets", "positions"):
+        np.testing.assert_array_equal(transformed[name], untransformed[name])
+    if is_mixed:
+        samples = np.asarray(untransformed["inputs"])
+        assert len(np.unique(samples, axis=0)) < len(samples)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -90,3 +92,17 @@ def test_every_part_goes_on_in_its_own_order_through_all_stages(
             for index in part.indices(epoch, 0, size)
         ]
         assert part_samples == expected[: len(part_samples)]
+
+
+def test_draws_of_a_sample_have_numbers_of_their_own_through_all_stages() -> None:
+    sizes = (3, 20, 11)
+    order = mixture_order(Shuffled, sizes, (5, 1, 1), 4)
+    draws, samples = list[int](), list[int]()
+    for tells_draws, indices in ((True, draws), (False, samples)):
+        whole = replace(order, tells_draws=tells_draws)  # type: ignore[type-var]
+        stage = whole.at_stage(MixtureStage((1.0, 2.0, 0.0), whole.counts(2 * sum(sizes))))
+        for part_order in (whole, stage):
+            for epoch in range(2):
+                indices += part_order.indices(epoch, 0, sum(sizes)).tolist()
+    assert len({*draws}) == len(draws) == 4 * sum(sizes)
+    assert [draw % sum(sizes) for draw in draws] == samples

@@ -413,7 +413,9 @@ def noise(sample: Any, generator: Any) -> Any:
     return {"number": sample["number"], "noise": generator.random()}
 
 
-@parametrize_first("data", [{"balance": "side"}, {"sample_weights": "weight"}], first=1)
+@parametrize_first(
+    "data", [{"balance": "side"}, {"sample_weights": "weight"}, {"order": "random"}], first=1
+)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_each_draw_of_a_sample_is_transformed_anew(data: dict[str, Any], workers: int) -> None:
     transform = f"{__name__}:noise" if workers == 0 else "sampled:noise"

@@ -323,6 +323,28 @@ def test_whether_a_column_is_ragged_does_not_depend_on_what_is_read() -> None:
     assert ragged_names(dense_source.read(np.arange(4))) == frozenset()
 
 
+def test_lists_of_numbers_have_the_type_of_one_array() -> None:
+    lists = {
+        "x": [[0.5, 1.0], [1, 2], [3, 4]],
+        "y": [1, 0.5, 2],
+        "z": [True, 2, False],
+        "tokens": [[1, 2], [], [3]],
+        "scores": [[], [1], [0.5, 2]],
+    }
+    columns = as_source(lists).read(np.arange(3))
+    for name in "xyz":
+        expected = np.array(lists[name])
+        np.testing.assert_array_equal(columns[name], expected)  # type: ignore[arg-type]
+        assert columns[name].dtype == expected.dtype  # type: ignore[union-attr]
+    for name, dtype in (("tokens", np.int64), ("scores", np.float64)):
+        ragged = columns[name]
+        assert isinstance(ragged, Ragged)
+        assert ragged.flat.dtype == dtype
+        assert [row.tolist() for row in (ragged[i : i + 1].flat for i in range(3))] == lists[name]
+    with pytest.raises(ValueError, match="the type and all axes but the first must be alike"):
+        as_source({"x": [[[1], [2]], [[1, 2]]]})
+
+
 @pytest.mark.parametrize("train", [Words(40), (lambda: map(Words(40).__getitem__, range(40)))])
 def test_splits_have_the_same_columns_ragged(train: Any) -> None:
     for first, second in ((train, Words(9, size=3)), (Words(9, size=3), Words(40))):

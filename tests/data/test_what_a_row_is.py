@@ -68,6 +68,14 @@ def write_packed(ending: str, pack: Callable[[bytes], bytes]) -> Callable[[Path]
     return lambda place: (place / f"p.jsonl.{ending}").write_bytes(pack(of(ROWS))) and None
 
 
+def write_as_python(place: Path) -> None:
+    """Rows as `json.dumps` writes them: NaN and what is infinite in keys that are not read, halves of characters."""
+    further = {"score": float("nan"), "bounds": [float("inf"), -float("inf")], "tag": "\ud800"}
+    content = of([row | further for row in ROWS])
+    content = content.replace(b"-Infinity", b"-1e999")
+    (place / "p.jsonl").write_bytes(content)
+
+
 FILES: dict[str, Callable[[Path], Any]] = {
     "an empty Parquet shard": lambda place: parquet(place, empty=True),
     "a further column in Parquet": parquet,
@@ -79,6 +87,7 @@ FILES: dict[str, Callable[[Path], Any]] = {
     "a byte order mark": lambda place: (place / "p.jsonl").write_bytes(b"\xef\xbb\xbf" + of(ROWS)),
     "a JSON array": lambda place: (place / "p.json").write_text(json.dumps(ROWS, indent=1)),
     "JSON lines named .json": lambda place: (place / "p.json").write_bytes(of(ROWS)),
+    "what Python writes as JSON": write_as_python,
     "gzip": write_packed("gz", gzip.compress),
     "bzip2": write_packed("bz2", bz2.compress),
     "xz": write_packed("xz", lzma.compress),
@@ -119,7 +128,17 @@ def test_kinds_read_the_same_rows(tmp_path: Path, files: str, kind: str) -> None
     assert READERS[kind](str(tmp_path / "in")) == EXPECTED
 
 
-@pytest.mark.parametrize("files", ["a byte order mark", "a JSON array", "gzip"])
+@pytest.mark.parametrize("files", ["p.jsonl", "p.json"])
+@pytest.mark.parametrize("kind", ["tokens", "stream"])
+def test_halves_of_characters_are_question_marks(tmp_path: Path, files: str, kind: str) -> None:
+    content = '{"text": "a\\ud800b\\ud83d\\ude00", "score": NaN}'
+    (tmp_path / files).write_text(f"[{content}]" if files == "p.json" else content)
+    assert READERS[kind](str(tmp_path / files)) == ["a?b😀"]
+
+
+@pytest.mark.parametrize(
+    "files", ["a byte order mark", "a JSON array", "what Python writes as JSON", "gzip"]
+)
 def test_conversations_are_read_from_the_same_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: str
 ) -> None:

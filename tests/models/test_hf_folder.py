@@ -14,6 +14,7 @@ import torch
 from forks import Forks
 from safetensors.torch import load_file, save_file
 from shapes import gpt2, llama
+from tokenizer_layouts import write_tokenizer
 from tokenizers import Tokenizer as Fast
 from tokenizers.models import WordLevel
 from transformers import (
@@ -23,6 +24,7 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedTokenizerFast,
 )
 
 from instar.checkpoint.manifest import CheckpointError
@@ -246,6 +248,9 @@ def test_the_tokenizer_goes_along_and_comes_back(tmp_path: Path, tokenizer: Toke
     back = import_folder(tmp_path / "hf", tmp_path / "again")
     assert load_saved_tokenizer(tmp_path / "again").fingerprint == tokenizer.fingerprint
     assert load_checkpoint(back).manifest.tokenizer == tokenizer.fingerprint
+    export_folder(load_checkpoint(back), tmp_path / "back")
+    exported = "tokenizer.json"
+    assert (tmp_path / "back" / exported).read_bytes() == (tmp_path / "hf" / exported).read_bytes()
     data = load_config(str(tmp_path / "again/run.yaml")).config.data
     tokenizer_file = tmp_path / "again/tokenizer.json"
     assert data.tokenizer == ("byte" if tokenizer.kind == "byte" else str(tokenizer_file))
@@ -302,6 +307,38 @@ def test_what_came_with_a_foreign_model_goes_with_its_export(
         exported_config = json.loads((out / "config.json").read_text())
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
             assert exported_config[key] == original_config[key]
+
+
+def test_a_tokenizer_of_transformers_goes_with_the_export_of_a_model_trained_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a folder without a model; its tokens and template are its own, and special ones are no text."""
+    monkeypatch.chdir(tmp_path)
+    write_tokenizer("llama2", tmp_path / "layout")
+    saved_tokenizer: Any = PreTrainedTokenizerFast(
+        tokenizer_file="layout/tokenizer.json", bos_token="<s>", eos_token="</s>", pad_token="<unk>"
+    )
+    saved_tokenizer.chat_template = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
+    saved_tokenizer.save_pretrained("tok")
+    (tmp_path / "text.txt").write_text(TEXT * 60)
+    common = ("preset=llama", "model.n_layer=1", "model.n_head=1", "model.n_embd=8", "model.context=16", "device=cpu",
+              "data.source=text.txt", "train.until=[1it]", "train.batch_size=2", "eval.eval_iters=1",
+              "record.report=false", "record.sample_tokens=0", "record.run_dir=run")  # fmt: skip
+    for tokenizer, name in (("tok", "out"), ("layout/tokenizer.json", "plain")):
+        keys = (*common, f"data.tokenizer={tokenizer}", f"record.run_dir=run-{name}")
+        assert main(["train", *(word for key in keys for word in ("--set", key))]) == 0
+        assert main(["checkpoint", "export", f"run-{name}", name, "--to", "hf"]) == 0
+        fast: Any = AutoTokenizer.from_pretrained(name)
+        assert fast.bos_token == "<s>"
+        config = json.loads(Path(name, "config.json").read_text())
+        assert config["bos_token_id"] == fast.bos_token_id
+        assert config["eos_token_id"] == fast.eos_token_id
+        assert fast(TEXT[:9])["input_ids"] == saved_tokenizer(TEXT[:9])["input_ids"]
+    for file in Path("tok").iterdir():
+        assert Path("out", file.name).read_bytes() == file.read_bytes()
+    fast = AutoTokenizer.from_pretrained("out")
+    messages = [{"role": "user", "content": "words"}]
+    assert fast.apply_chat_template(messages) == saved_tokenizer.apply_chat_template(messages)
 
 
 def test_a_foreign_tokenizer_is_taken_as_it_is() -> None:

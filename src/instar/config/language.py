@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict
@@ -123,10 +123,24 @@ class MixturePart(Section):
         "all parts have one, or none: then each sample comes once an epoch",
     )
     name: str | None = Field(
-        None, description="name in set_mixture and in logs; default: the source"
+        None,
+        description="name in set_mixture and in logs; default: the source; of several of one name, the later ones are "
+        "numbered: web (2)",
     )
     text_field: str | None = Field(None, description="default: data.text_field")
     tokens_field: str | None = Field(None, description="default: data.tokens_field")
+
+
+def part_names(parts: Sequence[MixturePart]) -> list[str]:
+    """Return the name of each part of a mixture; of several of one name, the later ones are numbered: `web (2)`."""
+    names: list[str] = []
+    for part in parts:
+        name = plain = part.name or part.source
+        number = 2
+        while name in names:
+            name, number = f"{plain} ({number})", number + 1
+        names.append(name)
+    return names
 
 
 class DataConfig(FeedConfig):
@@ -261,7 +275,7 @@ class TextConfig(RunConfig):
         """The names of the sources of a mixture whose held-out text the validation split consists of."""
         if self.data.val_source is not None:
             return []
-        return [part.name or part.source for part in self.data.mixture]
+        return part_names(self.data.mixture)
 
     def rank_conflicts(self, world_size: int) -> list[ConfigProblem]:
         return data_rank_checks(self.data, world_size)

@@ -233,7 +233,7 @@ def _column(name: str, values: Sequence[Any], numbers: Sequence[int]) -> Column:
         if (array.dtype, array.ndim, array.shape[1:]) != (head.dtype, head.ndim, head.shape[1:]):
             raise ValueError(
                 f"sample {number}: {name} is {array.dtype}{list(array.shape)}, "
-                f"in the first sample {head.dtype}{list(head.shape)}; only the first axis may vary"
+                f"in the first sample {head.dtype}{list(head.shape)}; the type and all axes but the first must be alike"
             )
     if all(array.shape == head.shape for array in arrays):
         return np.stack(arrays)

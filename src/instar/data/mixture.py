@@ -116,6 +116,9 @@ class Mixed:
     is_even: bool = False
     drawn: tuple[int, ...] = ()
     """samples of each part before the first position; empty: none"""
+    tells_draws: bool = False
+    """whether later passes over a part give other numbers, so that each draw may be transformed with other random
+    numbers, as by `Draws`: the sample + the passes before × the number of samples"""
 
     @property
     def samples_per_epoch(self) -> int:
@@ -146,6 +149,9 @@ class Mixed:
         for number, part in enumerate(self.parts):
             rows = np.flatnonzero(turns == number)
             samples[rows] = part.first + _draws(part.order, earlier[number], rows.size)
+            if self.tells_draws:
+                draws = earlier[number] + np.arange(rows.size)
+                samples[rows] += draws // part.order.samples_per_epoch * self.samples_per_epoch
         return samples
 
     def _shares(self) -> list[int]:

@@ -118,7 +118,8 @@ class SampleSet:
     def train(self, seed: int) -> tuple[Source, Order]:
         """Return the training samples and their order."""
         numbers = self.splits["train"]
-        draws_of = None if self.sampling is None else len(self.source)
+        has_draws = self.sampling is not None or self.data.order == "random"
+        draws_of = len(self.source) if has_draws else None
         open_source = partial(
             _to_train_on, self.source, numbers, self.data, seed, self.measure, draws_of
         )
@@ -128,9 +129,11 @@ class SampleSet:
         if self.costs is not None:
             source = CostedSource(source, self.costs[numbers])
         if self.sampling is None:
-            return source, order_of(self.data, numbers.size, seed)
-        order = self.sampling.order(numbers, seed)
-        return source, order if self.data.transform is None else Draws(order)
+            order = order_of(self.data, numbers.size, seed)
+        else:
+            order = self.sampling.order(numbers, seed)
+        tells_draws = has_draws and self.data.transform is not None
+        return source, Draws(order, numbers.size) if tells_draws else order
 
     def held_out(self, split: str) -> Source:
         """Return a held-out split, untransformed.

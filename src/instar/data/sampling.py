@@ -32,6 +32,7 @@ from instar.data.source import Columnar, InMemorySource, Source
 
 _NAMED_CLASSES = 8
 _READ_AT_ONCE = 1024
+_LARGEST = 2**63 - 1
 
 
 class DrawRule(Protocol):
@@ -135,14 +136,16 @@ class Draws:
     position p of an epoch, it gives the sample + p × the number of samples."""
 
     order: Order
+    samples: int
 
     @property
     def samples_per_epoch(self) -> int:
         return self.order.samples_per_epoch
 
     def indices(self, epoch: int, start: int, stop: int) -> Int64Array:
-        places = np.arange(start, stop, dtype=np.int64)
-        return self.order.indices(epoch, start, stop) + places * self.samples_per_epoch
+        # as many draws are told apart as int64 holds: 9 × 10⁷ of 10¹¹ samples
+        places = np.arange(start, stop, dtype=np.int64) % (_LARGEST // self.samples)
+        return self.order.indices(epoch, start, stop) + places * self.samples
 
 
 @dataclass(frozen=True, eq=False)

@@ -397,9 +397,24 @@ def _of_samples(name: str, values: Iterable[Any]) -> NDArray[Any] | Ragged:
     arrays = [_to_numpy(name, value) for value in values]
     if not arrays or isinstance(arrays[0], str | bytes):
         return np.asarray(arrays)
+    if all(isinstance(array, list | tuple | int | float) for array in arrays):
+        arrays = _of_one_type(arrays)
     column = stack([{name: value} for value in arrays])[name]
     assert not isinstance(column, Mapping)
     return column
+
+
+def _of_one_type(values: list[Any]) -> list[Any]:
+    """Return Python's numbers, and lists of them, as arrays of the type that they have in one array of NumPy."""
+    try:
+        arrays = [np.asarray(value) for value in values]
+    except ValueError:  # lists of different lengths, which are refused with their sample
+        return values
+    dtypes = {array.dtype for array in arrays if array.size}
+    if not dtypes <= _OF_PYTHON:
+        return values
+    dtype = np.result_type(*(dtypes or _OF_PYTHON))
+    return [array.astype(dtype, copy=False) for array in arrays]
 
 
 def _to_numpy(name: str, value: Any) -> Any:
@@ -417,6 +432,7 @@ def _to_numpy(name: str, value: Any) -> Any:
     return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
 
 
+_OF_PYTHON = frozenset(map(np.dtype, ("bool", "int64", "float64")))
 _NAMED_SPLITS = "; data sets of splits are named: {'train': …, 'val': …, 'test': …}"
 
 

@@ -15,6 +15,7 @@ from glob import escape
 from typing import Any
 
 from instar.config.errors import value_text
+from instar.config.language import part_names
 from instar.config.schema import RunConfig, Shape
 from instar.config.sections import LARGEST
 from instar.config.torch_optim.curves import CURVES
@@ -173,7 +174,7 @@ def initial_settings(config: RunConfig) -> Settings:
 def mixture_names(config: RunConfig) -> list[str]:
     """Return the names of the parts of a mixture whose parts have weights; empty without one."""
     parts = getattr(config.data, "mixture", ())
-    return [part.name or part.source for part in parts] if _weights(config) else []
+    return part_names(parts) if _weights(config) else []
 
 
 def with_mixture(settings: Settings, config: RunConfig, value: Mapping[str, float]) -> Settings:
@@ -185,8 +186,6 @@ def with_mixture(settings: Settings, config: RunConfig, value: Mapping[str, floa
     names = mixture_names(config)
     if not names:
         raise ValueError("data.mixture has no parts with weights")
-    if len(set(names)) < len(names):
-        raise ValueError("parts of data.mixture have the same name: give each a name")
     if value.keys() != set(names):
         unknown = [name for name in value if name not in names]
         problem = (

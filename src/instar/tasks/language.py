@@ -219,6 +219,17 @@ class CausalLMSpec(TextSpec):
     def derived(self) -> dict[str, object]:
         return {**super().derived, "model.context": self.config.full_context}
 
+    @property
+    def warnings(self) -> list[str]:
+        if not self.architecture.config.get("output_router_logits"):
+            return super().warnings
+        coefficient = self.architecture.config.get("router_aux_loss_coef")
+        return [
+            *super().warnings,
+            f"router_aux_loss_coef ({coefficient}) of the model's config has no effect: output_router_logits asks for the "
+            "load-balancing loss of transformers, which task: causal_lm does not train",
+        ]
+
     def memory(
         self,
         architecture: LoraShape,

@@ -219,6 +219,28 @@ def test_what_tensorboard_has_besides_scalars_is_counted(
     assert "board is not empty" in refusal.stderr
 
 
+def test_logs_in_folders_within_a_log_are_named(
+    record_of: RecordOf, instar: Instar, place: Path
+) -> None:
+    """As `SummaryWriter.add_scalars` and `add_hparams` write them."""
+    file = next(record_of("tensorboard").path.rglob("*tfevents*"))
+    note = "logs in folders within left out, to import each by its path: "
+    for count in (0, 2, 7):
+        for name in [f"loss_{number}" for number in range(count)]:
+            folder = place / "own" / "curves" / name
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / file.name).write_bytes(file.read_bytes())
+        (place / "own").mkdir(exist_ok=True)
+        (place / "own" / file.name).write_bytes(file.read_bytes())
+        output = instar("logs", "import", "own", "--to", f"own-{count}").stderr
+        names = [f"curves/loss_{number}" for number in range(min(count, 5))]
+        more = " and 2 more" if count > 5 else ""
+        assert (note in output) == (count > 0)
+        assert count == 0 or f"{note}{', '.join(names)}{more}" in output
+    for path in ("own/curves/loss_1", f"own/{file.name}"):
+        assert note not in instar("logs", "import", path, "--to", f"from/{path}").stderr
+
+
 def test_an_output_of_nanogpt_has_tokens_and_both_losses(
     record_of: RecordOf, instar: Instar, place: Path
 ) -> None:

@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from safetensors.torch import load_file
 
 from instar.cli.main import main as instar
 from instar.config.errors import ConfigError
+from instar.distributed.failure import Interrupted, StoppedUnsaved
 from instar.extensions.delta.chain import load_state
 from instar.extensions.delta.events import Delta
 from instar.extensions.delta.format.folder import links
@@ -94,6 +97,20 @@ def measurements(folder: Path, name: str = NAME) -> list[tuple[int, float, dict[
     ]
 
 
+def check_bests(folder: Path) -> None:
+    """Over all starts, an evaluation is the best if it is above all before it, and the end names the last such."""
+    run_events = events(folder)
+    best = (-1.0, -1)
+    for event in run_events:
+        if isinstance(event, Eval):
+            value = event.extra["pass@1"]
+            assert event.best == (value > best[0]), event
+            best = (value, event.step) if event.best else best
+    finish = run_events[-1]
+    assert isinstance(finish, RunFinished)
+    assert (finish.best_value, finish.best_value_step) == best
+
+
 def test_a_seed_gives_the_same_weights_and_measurements_every_time(
     full_run: Path, tmp_path: Path
 ) -> None:
@@ -119,9 +136,17 @@ def test_a_resumed_run_equals_one_without_interruption(
         reference = tmp_path / "uninterrupted"
         train_in(reference, num_iterations=num_iterations)
     cut = tmp_path / "cut"
-    train_in(cut, max_steps=3, num_iterations=num_iterations)
-    train_in(cut, "latest", num_iterations=num_iterations)
+    train_in(cut, max_steps=3, num_iterations=num_iterations, eval_every=1)
+    marker = cut / f"outputs/{NAME}/checkpoint-3/instar.json"
+    content = json.loads(marker.read_text())
+    best = content.pop("best")
+    if num_iterations > 1:  # as older checkpoints are
+        marker.write_text(json.dumps(content))
+    train_in(cut, "latest", num_iterations=num_iterations, eval_every=1)
     assert same(weights(reference), weights(cut))
+    if num_iterations == 1:
+        check_bests(cut)
+        assert best[1] <= 3
 
 
 def test_a_stop_signal_saves_and_the_resumed_run_equals_one_without_it(
@@ -152,6 +177,36 @@ def test_a_stop_signal_saves_and_the_resumed_run_equals_one_without_it(
     assert stop.step < STEPS
     train_in(tmp_path, "latest", save_every=100)
     assert same(weights(full_run), weights(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "resumable", "kind", "says"),
+    [
+        (2, True, Interrupted, "SIGINT at step 1; continue with --resume; its end failed: OSError"),
+        (2, False, StoppedUnsaved, "SIGINT before the first checkpoint; its end failed: OSError"),
+        (1, True, OSError, "no space left"),
+    ],
+)
+def test_a_save_that_fails_at_a_stop_is_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    max_steps: int,
+    resumable: bool,
+    kind: type[Exception],
+    says: str,
+) -> None:
+    stop = SimpleNamespace(requested=None, resumable=False)
+
+    def fail(*_: Any) -> None:
+        stop.requested, stop.resumable = "SIGINT", resumable
+        raise OSError("no space left")
+
+    monkeypatch.setattr("instar.extensions.grpo.cli.StopSignal", lambda **_: nullcontext(stop))
+    monkeypatch.setattr("instar.extensions.grpo.callbacks.save_rest", fail)
+    with pytest.raises(kind, match=says) as error:
+        train_in(tmp_path, save_every=1, eval_every=9, max_steps=max_steps)
+    assert type(error.value) is kind
+    assert "no space left" in str(error.value)
 
 
 def test_every_step_is_a_delta_of_bf16_weights(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from cases import parametrize_first
 from pretrained import write_model
 from tokenizer_layouts import write_tokenizer
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from instar.config.errors import ConfigError
 from instar.extensions.grpo.models import (
@@ -57,6 +57,26 @@ def test_the_end_that_only_one_of_them_has_is_that_of_both(
         model, loaded_tokenizer.pad_token_id, [[5, 6, 7]], 1, Sampling(4), seed=0
     )
     assert 1 <= len(completion) <= 4
+
+
+def test_what_a_model_says_of_generation_changes_no_sample(folder: Path) -> None:
+    say_end(folder, tokenizer="<|end|>", ids=0)
+    model, tokenizer = load_policy(str(folder), "arithmetic")
+    prompts, samples = [[5, 6, 7], [5, 6]], []
+    for sampling in (Sampling(24), Sampling(24, temperature=0.2, top_p=0.9)):
+        for settings in (
+            {},
+            {"repetition_penalty": 5.0, "no_repeat_ngram_size": 1},
+            {"min_p": 0.5, "typical_p": 0.1, "num_beams": 2, "min_new_tokens": 20, "top_k": 1},
+            {"suppress_tokens": [*range(1, 200)], "temperature": 9.0, "forced_eos_token_id": 250},
+        ):
+            own_config = GenerationConfig(eos_token_id=0, **settings)
+            model.generation_config = own_config
+            pad_id = tokenizer.pad_token_id
+            samples.append(sample_completions(model, pad_id, prompts, 3, sampling, seed=0))
+            assert model.generation_config is own_config
+    assert samples == [samples[0]] * 4 + [samples[4]] * 4
+    assert samples[0] != samples[4]
 
 
 def test_a_model_without_an_end_is_refused_by_name(folder: Path) -> None:

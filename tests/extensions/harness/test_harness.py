@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from datasets import Dataset
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
@@ -147,6 +148,28 @@ def test_the_harness_measures_the_same_on_what_is_exported(run: tuple[Harness, P
     ):
         assert score == pytest.approx(their_score, rel=1e-4)
         assert greedy == their_greedy
+
+
+def answers_of(model: HarnessModel, **options: Any) -> list[str]:
+    request = type("Request", (), {"args": ("4 squared is", {"until": [], **options})})()
+    return model.generate_until([request] * 16)
+
+
+def test_answers_are_drawn_as_a_task_says(run: tuple[Harness, Path]) -> None:
+    _, place = run
+    tokenizer = load_saved_tokenizer(place / "run")
+    model = HarnessModel(instar.load_model(place / "run", "cpu"), tokenizer, 5)
+    (likeliest,) = {*answers_of(model, max_gen_toks=6)}
+    for greedy in ({"do_sample": False, "temperature": 2.0}, {"temperature": 0.0}):
+        assert {*answers_of(model, max_gen_toks=6, **greedy)} == {likeliest}
+    assert {*answers_of(model, max_gen_toks=6, do_sample=True, top_k=1)} == {likeliest}
+    assert {*answers_of(model, max_gen_toks=6, do_sample=True, top_p=1e-6)} == {likeliest}
+    drawn_texts = answers_of(model, max_gen_toks=6, do_sample=True, temperature=1.5, top_k=0)
+    assert len({*drawn_texts}) > 8
+    torch.manual_seed(1)
+    assert answers_of(model, max_gen_toks=6, temperature=1.5) == drawn_texts
+    for name in ("max_new_tokens", "max_tokens", "max_completion_tokens"):
+        assert {*answers_of(model, **{name: 6})} == {likeliest}
 
 
 @pytest.mark.torture

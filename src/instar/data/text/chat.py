@@ -25,6 +25,7 @@ from instar.data.source import IGNORED, TokenSequence, check_indices
 from instar.data.split import Parts, divide_whole, whole_documents
 from instar.data.text.chat_forms import EXPECTED, Conversation, conversation_of
 from instar.data.text.corpus import read_lines
+from instar.data.text.files import parse_row
 from instar.data.text.foreign.chat_template import ChatTemplate, Rendering, release, template_of
 from instar.data.text.foreign.engine import Places
 from instar.data.text.shards import (
@@ -55,7 +56,7 @@ def conversations(source: str, data: DataConfig) -> Iterator[tuple[int, Conversa
     form, last_answer_only = data.chat_form, data.chat_answers == "last"
     for path, number, line in read_lines(source):
         try:
-            row = msgspec.json.decode(line)
+            row = parse_row(line)
             row = row if isinstance(row, dict) else {}
             conversation = conversation_of(row, form, last_answer_only=last_answer_only)
         except (msgspec.DecodeError, ValueError, RecursionError) as error:

@@ -188,7 +188,7 @@ def _check(row: Row, messages: list[Any]) -> None:
 
 
 def _options(row: Row) -> dict[str, Any]:
-    options = {key: row[key] for key in ("tools", "documents") if row.get(key) is not None}
+    options = {key: row[key] for key in ("tools", "documents") if row.get(key) not in (None, "")}
     for key, value in options.items():
         value = _parse_json(value) if isinstance(value, str) else value
         if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):

@@ -27,6 +27,7 @@ from instar.data.text.files import (
     field_value,
     find_files,
     json_rows,
+    names_text,
     open_source,
     standard_library,
     suffix_of,
@@ -112,11 +113,20 @@ def _report_sizes(sizes: Iterator[int], advance: Advance) -> Iterator[int]:
 def read_lines(source: str) -> Iterator[tuple[Path, int, bytes]]:
     """Yield each line of the JSON Lines files of a source that is not blank: file, number, content.
 
-    Raises ConfigError if there are no such files.
+    Raises ConfigError if there are no such files, or others that may hold conversations.
     """
     listing = find_files(source)
     endings = {*LINES, JSON} if listing.json_is_rows else LINES
     files = [file for file in listing.files if suffix_of(file) in endings]
+    left_out = [file for file in listing.files if file not in files]
+    # text beside them is no conversation, as a README is none
+    if files and (leftovers := [file for file in left_out if suffix_of(file) in {JSON, PARQUET}]):
+        names = names_text([listing.name(file) for file in leftovers])
+        raise ConfigError.of(
+            f"{source} has files that kind chat does not read with these: {names}",
+            hint=f"name those to read by a glob, such as {Path(source) / '*.jsonl'}",
+            key="data.source",
+        )
     if not files:
         raise ConfigError.of(
             f"{source} is no JSON Lines file ({', '.join(sorted(LINES))})", key="data.source"

@@ -13,11 +13,12 @@ import numpy as np
 import xxhash
 
 from instar.config.errors import ConfigError, ConfigProblem
-from instar.config.language import DataConfig
+from instar.config.language import DataConfig, part_names
 from instar.config.schema import EvalSet
 from instar.config.user_code.named import load_named, what_happened
-from instar.data.mixture import Concatenated, mixture_order
+from instar.data.mixture import Concatenated, Mixed, mixture_order
 from instar.data.order import Order, make_order, order_of
+from instar.data.sampling import Draws
 from instar.data.source import DocumentSamples, Source, TokenWindows, WorkerSource
 from instar.data.text.chat import MARKS, ChatSamples, conversation_sizes
 from instar.data.text.documents import open_rows
@@ -341,8 +342,13 @@ class DataSet(ABC):
     def _transform(self, source: Source, context: int, seed: int) -> Source:
         targets = TokenTargets(context, self.vocab_size)
         # the sizes are those that the targets check, and a stream gives no examples
-        source = transform_source(source, self.data, seed, targets, examples=tuple)
+        draws_of = self._draws_of(source)
+        source = transform_source(source, self.data, seed, targets, draws_of, examples=tuple)
         return self._separate(source, context)
+
+    def _draws_of(self, samples: Source) -> int | None:  # noqa: ARG002
+        """Return the number of samples whose draws the order tells apart for `data.transform`; None: it does not."""
+        return None
 
     def _separate(self, source: Source, context: int) -> Source:
         """Return samples of this data set whose documents do not see each other, if `data.document_masks` says so."""
@@ -423,7 +429,12 @@ class TokenData(DataSet):
 
     def train(self, context: int, seed: int) -> tuple[Source, Order]:
         samples, order = self.samples(context, seed)
+        if self.data.transform is not None and self._draws_of(samples) is not None:
+            order = Draws(order, len(samples))
         return self._host(samples, context, seed), order
+
+    def _draws_of(self, samples: Source) -> int | None:
+        return len(samples) if self.data.order == "random" else None
 
     def samples(self, context: int, seed: int) -> tuple[Source, Order]:
         """Return samples and order, without `data.transform` and without workers."""
@@ -473,7 +484,12 @@ class MixtureData(DataSet):
         order = mixture_order(
             partial(order_of, self.data), [*map(len, sources)], weights or None, seed
         )
+        if isinstance(order, Mixed) and self.data.transform is not None:
+            order = replace(order, tells_draws=True)
         return self._host(Concatenated(sources), context, seed), order
+
+    def _draws_of(self, samples: Source) -> int | None:
+        return None if None in (part.weight for part in self.data.mixture) else len(samples)
 
     @cached_property
     def document_edges(self) -> tuple[DocumentEdge, ...]:
@@ -492,7 +508,7 @@ class MixtureData(DataSet):
         if self.data.val_source is not None:
             return {}
         ends = np.cumsum([len(part.held_out("val", context)) for part in self.parts]).tolist()
-        names = [part.name or part.source for part in self.data.mixture]
+        names = part_names(self.data.mixture)
         return dict(zip(names, map(range, [0, *ends[:-1]], ends), strict=True))
 
     def _weighted_parts(self) -> zip[tuple[TokenData, float | None]]:

@@ -9,6 +9,7 @@ import bz2
 import glob
 import gzip
 import io
+import json
 import lzma
 import os
 import re
@@ -215,11 +216,39 @@ def json_rows(path: Path) -> Iterator[tuple[int, bytes]]:
         raise ConfigError.of(f"cannot be unpacked: {error}", where=str(path)) from None
 
 
+def parse_row(row: bytes) -> Any:
+    """Return the value of a row of JSON, also of what Python's `json.dumps` writes and JSON does not have: NaN, numbers
+    that no float holds, and halves of characters, which become "?" as in every tokenizer.
+
+    Raises:
+        msgspec.DecodeError: it is no JSON.
+    """
+    try:
+        return msgspec.json.decode(row)
+    except (msgspec.DecodeError, ValueError):
+        try:
+            # other encodings, which Python would guess from bytes, are none of rows
+            return _whole_characters(json.loads(row.decode()))
+        except (ValueError, RecursionError):
+            pass
+        raise
+
+
+def _whole_characters(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, list):
+        return [_whole_characters(element) for element in value]
+    if isinstance(value, dict):
+        return {_whole_characters(key): _whole_characters(value[key]) for key in value}
+    return value
+
+
 def _object_of(path: Path, number: int, row: bytes) -> dict[str, Any]:
     """Return a row as an object. Raises ConfigError, naming its place, if it is none."""
     where = f"{path}:{number}"
     try:
-        content: Any = msgspec.json.decode(row)
+        content = parse_row(row)
     except (msgspec.DecodeError, ValueError) as error:
         raise ConfigError.of(f"this line is not JSON: {error}", where=where) from None
     if not isinstance(content, dict):
@@ -374,14 +403,20 @@ def _of_array(path: Path, content: bytes) -> Iterator[tuple[int, bytes]]:
     try:
         elements = msgspec.json.decode(of_bounded_depth(content), type=list[msgspec.Raw])
     except (msgspec.DecodeError, ValueError) as error:
-        raise _no_rows(path, str(error)) from None
+        try:
+            values = parse_row(content)
+        except (msgspec.DecodeError, ValueError):
+            values = None
+        if not isinstance(values, list):
+            raise _no_rows(path, str(error)) from None
+        elements = [json.dumps(value).encode() for value in values]
     for number, row in enumerate(elements, 1):
         yield number, bytes(row)
 
 
 def _is_row(line: bytes) -> bool:
     try:
-        return isinstance(msgspec.json.decode(of_bounded_depth(line)), dict)
+        return isinstance(parse_row(of_bounded_depth(line)), dict)
     except (msgspec.DecodeError, ValueError):
         return False
 

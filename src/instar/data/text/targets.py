@@ -102,7 +102,8 @@ class SeparateDocuments(WrappedSource):
     def read(self, indices: Int64Array, epoch: int = 0) -> Columns:
         columns = self.source.read(indices, epoch)
         inputs, targets = (np.asarray(columns[name]) for name in ("inputs", "targets"))
-        texts = np.searchsorted(self.offsets, indices, side="right") - 1
+        # indices may count draws of the samples, see `Mixed`
+        texts = np.searchsorted(self.offsets, indices % len(self), side="right") - 1
         tokens = np.array([edge.token for edge in self.edges])[texts, None]
         begins = np.array([edge.begins for edge in self.edges])[texts, None]
         ends = np.where(begins, targets, inputs) == tokens

@@ -19,26 +19,34 @@ MOST_CHARACTERS = 400
 
 _MARKED = re.compile(r"####[ \t]*([^\n]*)")
 _STATED = re.compile(
-    r"(?:final |correct )?answer(?: is|:| =)[ \t:]*(.+?)(?:\.?[ \t]*(?:\n|$)|\.[ \t])",
+    r"(?:final |correct )?answer[*_`]*(?: is|:| =)[ \t:]*(.+?)(?:\.?[ \t]*(?:\n|$)|\.[*_`]*[ \t])",
     re.IGNORECASE,
 )
 _NUMBER = re.compile(r"[-−+]?(?:\\?\$)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?(?:\\?%)?")
+_EMPHASIZED = re.compile(r"(?<![\w)}])(\*{1,3}|_{1,2}|`+)(?=\S)(.+?)(?<=\S)\1(?!\w)")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 
 
 def final_answer(text: str) -> str | None:
     r"""Return the answer that a text gives at its end, or None.
 
-    The first of these that occurs, and of several the last: `\boxed{…}`, `#### …`, "the answer is …", a
-    number.
+    The first of these that occurs and is not empty, and of several the last: `\boxed{…}`, `#### …`, "the answer
+    is …", a number. Markdown around an answer is no part of it.
     """
     if (box := _boxed_answer(text)) is not None:
         return box
     for pattern in (_MARKED, _STATED):
-        if answers := [match[1].strip() for match in pattern.finditer(text)]:
-            return answers[-1] or None
+        answers = [_without_emphasis(match[1]) for match in pattern.finditer(text)]
+        if answers and answers[-1]:
+            return answers[-1]
     numbers = _NUMBER.findall(text)
     return numbers[-1].rstrip(",") if numbers else None
+
+
+def _without_emphasis(text: str) -> str:
+    """Return a line without the marks of Markdown around it, or around parts of it: `**42** apples` is 42 apples."""
+    plain = _EMPHASIZED.sub(r"\2", text).strip(" \t*_`:")
+    return plain if plain == text.strip() else plain.removesuffix(".")
 
 
 def is_correct(completion: str, expected: str) -> bool:

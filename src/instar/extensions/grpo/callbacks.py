@@ -35,19 +35,26 @@ class GrpoRecord:
     """Writes the events of one start of a run."""
 
     def __init__(
-        self, recorder: Recorder, options: Options, questions: int, *, began: float, active_s: float
+        self,
+        recorder: Recorder,
+        options: Options,
+        questions: int,
+        *,
+        began: float,
+        active_s: float,
+        best: tuple[float, int] | None,
     ) -> None:
         """
         Args:
             questions: for training.
             began: Unix seconds at which the run began.
             active_s: seconds of training before this start.
+            best: the best pass@1 before this start and its step, if known.
         """
-        self.began, self.active_s = began, active_s
+        self.began, self.active_s, self.best = began, active_s, best
         self._recorder, self._options, self._questions = recorder, options, questions
         self._tokens = 0
         self._train_loss: float | None = None
-        self._best: tuple[float, int] | None = None
 
     def log_start(self, step: int, resumed_from: Path | None, model: Any, device: str) -> None:
         config = model.config
@@ -88,16 +95,16 @@ class GrpoRecord:
 
     def log_eval(self, step: int, pass_rates: PassRates, seconds: float) -> None:
         value = pass_rates.pass_at[1]
-        best = self._best is None or value > self._best[0]
-        if best:
-            self._best = value, step
+        is_best = self.best is None or value > self.best[0]
+        if is_best:
+            self.best = value, step
         self._recorder.write(
             Eval(
                 split="val",
                 loss=pass_rates.loss,
                 eval_tokens=pass_rates.tokens,
                 seconds=seconds,
-                best=best,
+                best=is_best,
                 extra={f"pass@{k}": v for k, v in pass_rates.pass_at.items()},
                 errors={f"pass@{k}": v for k, v in pass_rates.standard_errors.items()},
                 **self._place(step),
@@ -116,8 +123,8 @@ class GrpoRecord:
             RunFinished(
                 loss=self._train_loss,
                 best_metric="pass@1",
-                best_value=self._best and self._best[0],
-                best_value_step=self._best and self._best[1],
+                best_value=self.best and self.best[0],
+                best_value_step=self.best and self.best[1],
                 **self._place(step),
             )
         )
@@ -214,7 +221,8 @@ class RunCallback(TrainerCallback):
     ) -> None:
         checkpoint = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
         record = self._record
-        save_rest(checkpoint, self.trainer, self._options, record.active_s, record.began)
+        progress = {"active_s": record.active_s, "began": record.began, "best": record.best}
+        save_rest(checkpoint, self.trainer, self._options, progress)
         record.log_save(state.global_step, checkpoint, self._stop.requested or "interval")
         self._stop.resumable = True
 

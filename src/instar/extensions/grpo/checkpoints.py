@@ -8,6 +8,7 @@ batch of completions that it trains on several times (`num_iterations`); they ar
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -76,9 +77,13 @@ def _check_fixed(checkpoint: Path, options: Options) -> None:
 
 
 def save_rest(
-    checkpoint: Path, trainer: Any, options: Options, active_s: float, began: float
+    checkpoint: Path, trainer: Any, options: Options, progress: Mapping[str, Any]
 ) -> None:
-    """Complete a checkpoint that transformers has written."""
+    """Complete a checkpoint that transformers has written.
+
+    Args:
+        progress: what the record of the run goes on with, as JSON; goes into `instar.json`.
+    """
     import torch
     from safetensors.torch import save_file
 
@@ -91,7 +96,7 @@ def save_rest(
             for name, tensor in batch.items()
         }
         save_file(batches, checkpoint / COMPLETIONS)
-    content = {"options": options.as_dict(), "active_s": active_s, "began": began}
+    content = {"options": options.as_dict(), **progress}
     replace_file(checkpoint / MARKER, json.dumps(content, indent=1).encode())
 
 

@@ -190,15 +190,18 @@ def sample_completions(
 ) -> list[Ids]:
     """Draw n completions of each prompt, in the order of the prompts.
 
-    They are a function of the arguments alone: the process's generators are left as they are.
+    They are a function of the arguments alone: the process's generators are left as they are. Of what the model's
+    own generation config says, only the ends of a text count: the loss knows no penalties and no tokens held back.
 
     Returns:
         len(prompts) · n lists of ids, each up to and including the first end-of-text.
     """
     devices = [model.device] if model.device.type == "cuda" else []
     completions: list[Ids] = []
-    was_training = model.training
+    was_training, own_config, ends = model.training, model.generation_config, end_ids(model)
     model.eval()
+    # generate() fills what another config leaves open from that of the model
+    model.generation_config = GenerationConfig(eos_token_id=ends)
     try:
         with torch.random.fork_rng(devices=devices), torch.inference_mode():
             torch.manual_seed(seed)
@@ -207,6 +210,7 @@ def sample_completions(
                 completions += _sample(model, pad_id, prompts[begin : begin + at_once], n, sampling)
     finally:
         model.train(was_training)
+        model.generation_config = own_config
     return completions
 
 

@@ -1,12 +1,13 @@
 r"""Values of numerical expressions in LaTeX or plain text, exact.
 
-The grammar, in the order of precedence, with implicit products such as `2\sqrt{3}`:
+The grammar, in the order of precedence, with implicit products such as `2\sqrt{3}`, and mixed numbers such as
+`1\frac{1}{2}`, a whole number before a fraction of whole numbers:
 
 ```
 sum      = product (("+" | "-") product)*
 product  = signed (("*" | "/" | "\cdot" | "\times" | nothing) signed)*
 signed   = ("-" | "+") signed | power
-power    = atom ("^" argument)?
+power    = number "\frac" argument argument | atom ("^" argument)?
 atom     = number | "(" sum ")" | "{" sum "}" | "\frac" argument argument
          | "\sqrt" ("[" number "]")? argument | "\pi" | "\infty"
 argument = atom | one digit, as in \frac12
@@ -119,8 +120,6 @@ class _Parser:
                 return value
             elif isinstance(token, Fraction):
                 raise NotANumber("two numbers in a row")
-            elif token == r"\frac" and isinstance(self._tokens[self._at - 1], Fraction):
-                value = _combine(add, value, self._power())  # a mixed number
             else:
                 value = _combine(mul, value, self._power())
 
@@ -132,7 +131,12 @@ class _Parser:
         return -value if sign < 0 else value
 
     def _power(self) -> Value:
+        literal = self._next()
         value = self._atom()
+        if isinstance(literal, Fraction) and self._next() == r"\frac":
+            fraction = self._power()
+            is_mixed = literal.denominator == 1 and isinstance(fraction, Fraction)
+            return _combine(add if is_mixed else mul, value, fraction)
         if not self._take("^"):
             return value
         exponent = self._argument()

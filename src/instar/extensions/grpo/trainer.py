@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,7 @@ class GrpoRun:
             len(questions.train),
             began=float(marker.get("began", time.time())),
             active_s=float(marker.get("active_s", 0.0)),
+            best=_best_of(marker),
         )
         seed_everything(options.seed)
         self._model, self._tokenizer = load_policy(options.model, options.dataset)
@@ -72,20 +73,24 @@ class GrpoRun:
         record.log_start(start, self._checkpoint, self._model, str(trainer.accelerator.device))
         if self._checkpoint is not None:
             restore_rest(self._checkpoint, trainer, self._options)
+        failure = ""
         try:
             trainer.train(resume_from_checkpoint=self._checkpoint and str(self._checkpoint))
         except Exception as error:
-            if not self._stop.requested:
-                record.log_failure(trainer.state.global_step, str(error), exit_code_of(error))
+            step = trainer.state.global_step
+            if not self._stop.requested or step >= self._options.max_steps:
+                record.log_failure(step, str(error), exit_code_of(error))
                 raise
+            failure = f"; its end failed: {type(error).__name__}: {error}"
         step = trainer.state.global_step
         if step >= self._options.max_steps:
             record.log_stop(step, f"reached {step}it", resumable=True)
             return
         record.log_stop(step, str(self._stop.requested), resumable=self._stop.resumable)
         if self._stop.resumable:
-            raise Interrupted(f"{self._stop.requested} at step {step}; continue with --resume")
-        raise StoppedUnsaved(f"{self._stop.requested} before the first checkpoint")
+            message = f"{self._stop.requested} at step {step}; continue with --resume{failure}"
+            raise Interrupted(message)
+        raise StoppedUnsaved(f"{self._stop.requested} before the first checkpoint{failure}")
 
     def close(self) -> None:
         """Close the connection to a server."""
@@ -183,6 +188,12 @@ class GrpoRun:
 def exact_answer(completions: list[str], solution: list[str], **_: Any) -> list[float]:
     """Return the reward: 1 for a completion whose final answer is exactly that of the solution, else 0."""
     return [float(is_correct(*pair)) for pair in zip(completions, solution, strict=True)]
+
+
+def _best_of(marker: Mapping[str, Any]) -> tuple[float, int] | None:
+    """Return the best value up to a checkpoint and its step; older checkpoints do not have them."""
+    best = marker.get("best")
+    return None if best is None else (float(best[0]), int(best[1]))
 
 
 def seed_everything(seed: int) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 import torch
 from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from instar.data.text.tokenizer import Tokenizer, separator_of
+from instar.models.gpt import named_generator
 from instar.models.module import evaluating
 from instar.models.sampling import LanguageModel, SamplingOptions, stream
 
@@ -93,20 +95,26 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return totals
 
     def generate_until(self, requests: Any, **_: Any) -> list[str]:
-        """Return what the model writes after each text, the likeliest tokens, up to the first stop."""
-        return [self._answer(*request.args) for request in requests]
+        """Return what the model writes after each text, up to the first stop: the likeliest tokens, or drawn ones, which
+        depend on a request's number and not on the process."""
+        return [self._answer(*request.args, index) for index, request in enumerate(requests)]
 
-    def _answer(self, text: str, options: dict[str, Any]) -> str:
-        until = options.get("until") or []
-        stops = [until] if isinstance(until, str) else until
+    def _answer(self, text: str, options: dict[str, Any], index: int) -> str:
+        settings: dict[str, Any] = {**normalize_gen_kwargs(options, _MOST_TOKENS)}
+        stops = [stop for stop in settings["until"] if stop]
         start = torch.tensor([self.tok_encode(text)], device=self._device)
         end, tokenizer = self.eot_token_id, self._tokenizer
+        sampling = _sampling(settings)
         tokens = stream(
-            self._model, start, SamplingOptions(temperature=0.0), vocab_size=tokenizer.vocab_size
+            self._model,
+            start,
+            sampling,
+            vocab_size=tokenizer.vocab_size,
+            generator=named_generator(sampling.seed, index),
         )
         ids: list[int] = []
         answer = ""
-        for token in islice(tokens, int(options.get("max_gen_toks", _MOST_TOKENS))):
+        for token in islice(tokens, settings["max_gen_toks"]):
             if (number := int(token[0])) == end:
                 break
             ids.append(number)
@@ -115,3 +123,15 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
                 break
         places = [place for stop in stops if (place := answer.find(stop)) >= 0]
         return answer[: min(places, default=len(answer))]
+
+
+def _sampling(settings: Mapping[str, Any]) -> SamplingOptions:
+    """Return how a task wants tokens drawn. What leaves a limit open is None there, or none at all: a top_k of 0 or -1."""
+    if not settings["do_sample"]:
+        return SamplingOptions(temperature=0.0)
+    top_k, top_p = settings.get("top_k") or 0, settings.get("top_p")
+    return SamplingOptions(
+        temperature=float(settings.get("temperature", 1.0)),
+        top_k=int(top_k) if top_k > 0 else None,
+        top_p=None if top_p is None else float(top_p),
+    )

@@ -30,6 +30,7 @@ from instar.config.origins import config_text
 from instar.data.text.foreign.special_tokens import TOKENIZER_CONFIG
 from instar.data.text.tokenizer import (
     TOKENIZER_FILE,
+    BPETokenizer,
     Tokenizer,
     load_saved_tokenizer,
     named_tokenizer,
@@ -254,12 +255,16 @@ class _GPTExport:
         files, ids = exported_companions(self.run)
         has_tokenizer = (self.run / TOKENIZER_FILE).is_file()
         tokenizer = load_saved_tokenizer(self.run) if has_tokenizer else None
-        if tokenizer is not None and not files:
-            about = _tokenizer_config(tokenizer, self.arch)
+        if tokenizer is not None:
+            if not files:
+                about = _tokenizer_config(tokenizer, self.arch)
+                files[TOKENIZER_CONFIG] = encode_json_file(about)
             files[TOKENIZER_FILE] = to_fast(tokenizer).encode()
-            files[TOKENIZER_CONFIG] = encode_json_file(about)
         end = tokenizer.end_id if tokenizer is not None else None
-        config = {**to_config(self.arch, end_id=end), **ids}
+        config = to_config(self.arch, end_id=end)
+        if tokenizer is not None and tokenizer.before.size == 1:
+            config["bos_token_id"] = int(tokenizer.before[0])
+        config |= ids
         return as_trained({**files, CONFIG: encode_json_file(config)}, self.run)
 
 
@@ -361,6 +366,8 @@ def import_folder(folder: Path, run_dir: Path, *, tokenizer: str | None = None) 
 def _tokenizer_config(tokenizer: Tokenizer, arch: Architecture) -> dict[str, Any]:
     token = tokenizer.end_token
     end = {} if token is None else {"bos_token": token, "eos_token": token}
+    if isinstance(tokenizer, BPETokenizer) and tokenizer.bos:
+        end["bos_token"] = tokenizer.bos
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": arch.context,

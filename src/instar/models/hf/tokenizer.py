@@ -119,10 +119,10 @@ def imported_companions(folder: Path, config: Mapping[str, Any]) -> dict[str, by
 
 def exported_companions(run: Path) -> tuple[dict[str, bytes], dict[str, Any]]:
     """Return the files of a run for its export, and the ids of special tokens for its config, as they came with an
-    imported model; nothing for any other run."""
-    if not (run / SPECIAL_IDS).is_file():
+    imported model; without ids, where only a tokenizer came with its config; nothing for any other run."""
+    if not any((run / name).is_file() for name in (SPECIAL_IDS, TOKENIZER_CONFIG)):
         return {}, {}
-    ids = read_json(run / SPECIAL_IDS)
+    ids = read_json(run / SPECIAL_IDS) if (run / SPECIAL_IDS).is_file() else {}
     return companion_files(run), {key: ids[key] for key in _IDS if key in ids}
 
 
@@ -153,9 +153,13 @@ def as_trained(files: Mapping[str, bytes], run: Path) -> dict[str, bytes]:
     if not _trains_chats(run):
         return export_files
     template = template_beside(run, tokenizer)
-    of_tokenizer = json.loads(files.get(TOKENIZER_CONFIG, b"{}"))
+    of_tokenizer = json.loads(export_files.get(TOKENIZER_CONFIG, b"{}"))
     if CHAT_TEMPLATE not in files and not of_tokenizer.get("chat_template"):
         export_files[CHAT_TEMPLATE] = template.text.encode()
+        if of_tokenizer.get("split_special_tokens"):  # the template writes them as text
+            export_files[TOKENIZER_CONFIG] = encode_json_file(
+                {**of_tokenizer, "split_special_tokens": False}
+            )
     vocabulary = tokenizer.vocabulary if isinstance(tokenizer, BPETokenizer) else {}
     return export_files | _ending_with(export_files, vocabulary.get(template.end.token))
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from instar.config.files import check_regular
+from instar.data.text.files import names_text
 from instar.extensions.foreign.records.files import (
     missing_package,
     read_head,
@@ -65,6 +66,11 @@ def read_event_log(path: Path) -> Iterator[RecordTable]:
             scalars = _scalars(event.summary, plugins, table)
             if scalars:
                 table.add(event.step, scalars, event.wall_time)
+    if within := sorted({file.parent for file in path.glob(f"*/**/{_PATTERN}")}):
+        names = names_text([str(folder.relative_to(path)) for folder in within])
+        table.remarks.append(
+            f"logs in folders within left out, to import each by its path: {names}"
+        )
     yield table
 
 
