@@ -409,7 +409,7 @@ def _of_array(path: Path, content: bytes) -> Iterator[tuple[int, bytes]]:
             values = None
         if not isinstance(values, list):
             raise _no_rows(path, str(error)) from None
-        elements = [json.dumps(value).encode() for value in values]
+        elements = [msgspec.Raw(json.dumps(value).encode()) for value in values]
     for number, row in enumerate(elements, 1):
         yield number, bytes(row)
 

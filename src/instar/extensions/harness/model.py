@@ -97,9 +97,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     def generate_until(self, requests: Any, **_: Any) -> list[str]:
         """Return what the model writes after each text, up to the first stop: the likeliest tokens, or drawn ones, which
         depend on a request's number and not on the process."""
-        return [self._answer(*request.args, index) for index, request in enumerate(requests)]
+        return [self._answer(index, *request.args) for index, request in enumerate(requests)]
 
-    def _answer(self, text: str, options: dict[str, Any], index: int) -> str:
+    def _answer(self, index: int, text: str, options: dict[str, Any]) -> str:
         settings: dict[str, Any] = {**normalize_gen_kwargs(options, _MOST_TOKENS)}
         stops = [stop for stop in settings["until"] if stop]
         start = torch.tensor([self.tok_encode(text)], device=self._device)
