@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,12 +23,16 @@ from playwright.sync_api import Browser, Page
 from records import make_run
 from shown_runs import place, start_event, steps, told_run, write
 
+import instar
 from instar.extensions.board import ending
 from instar.extensions.board.report import inline_json, panels, report_html, write_report
+from instar.extensions.board.sections import key_figures
 from instar.extensions.delta.events import Delta
 from instar.logs.query.config import config_lines, config_values, derived_keys
+from instar.logs.query.stages import stages
+from instar.logs.query.summary import summarize
 from instar.logs.read.record import read_record
-from instar.record.events import Event, Layers, OperationEvent, RecordError, SampleText, Warn
+from instar.record.events import Eval, Event, Layers, OperationEvent, RecordError, SampleText, Warn
 from instar.record.rundir import RunDir
 
 HOSTILE = (
@@ -762,3 +767,21 @@ def test_points_and_marks_can_be_appended(browser: Browser, page: Path) -> None:
         )
         assert result == [[9.5, None, 2], [50, 51, 52], 1, 0]
         assert session.errors == []
+
+
+def test_the_metric_that_is_followed_is_named_first_and_small_values_are_shown(
+    tmp_path: Path,
+) -> None:
+    start = msgspec.structs.replace(start_event(), best_metric="german/loss")
+    evaluations = [
+        (Eval(split="val", loss=3.0, **place(10)), 1),
+        (Eval(split="german", loss=2.5e-6, **place(10)), 1),
+    ]
+    record = read_record(write(tmp_path / "run", [(start, 1), *steps(1, 9), *evaluations]))
+    figures = [figure[:2] for figure in key_figures(summarize(record), stages(record))]
+    assert figures[:2] == [("best german/loss", "2.500e-06"), ("best val/loss", "3.0000")]
+
+
+def test_a_plot_over_time_has_dates(run_dir: RunDir) -> None:
+    assert instar.plot([run_dir.path], axis="time").chart.axis == "time"
+    assert instar.plot([run_dir.path], axis="wall").chart.axis == "wall_s"
