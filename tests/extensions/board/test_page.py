@@ -3,6 +3,7 @@
 import re
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.resources import files
@@ -113,6 +114,24 @@ def test_a_resume_masks_what_it_supersedes(browser: Browser, tmp_path: Path) -> 
         expect(session.page.locator(".ic-mark.ic-resume").first).to_be_attached()
         session.page.reload()
         expect_points(session.page, "loss", 13)
+
+
+def test_a_second_evaluation_of_a_step_is_drawn_at_once(browser: Browser, tmp_path: Path) -> None:
+    """As after a growth, by a message of its own."""
+    run = make_run(tmp_path, "twice-aaaaa", steps=20)
+    with (
+        serve_dashboard(tmp_path) as address,
+        open_dashboard(browser, address) as session,
+        Recorder(run.events) as record,
+    ):
+        expect_points(session.page, "loss", 20)
+        panel = session.page.locator(PANEL.format("val/loss"))
+        expect(panel).to_have_attribute("data-points", re.compile(r"\d"))
+        before = int(panel.get_attribute("data-points") or 0)
+        for number, loss in enumerate((3.1, 3.0), 1):
+            record.write(Eval(step=21, split="val", loss=loss))
+            expect_points(session.page, "val/loss", before + number)
+            time.sleep(0.5)  # times are told apart by a tenth of a second
 
 
 def test_a_resume_from_another_branch_has_the_curves_read_anew_once(
