@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 from grown_loops import SCHEDULE, Language, Texts, fit
 from lightning.pytorch import Callback, Trainer
-from torch.utils.data import DataLoader
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
 from instar.growth import GrowthError
 from instar.loops import LightningGrowth
@@ -133,6 +135,25 @@ def test_a_fraction_is_of_the_updates_where_several_optimizers_step() -> None:
     trainer.fit(TwoOptimizers(), loader, loader)
     (change,) = growth.schedule.history
     assert (change.step, trainer.global_step) == (2, 8)
+
+
+class Endless(IterableDataset[Tensor]):
+    """Data without a length."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(Texts(8))  # type: ignore[call-overload]
+
+
+def test_a_fraction_of_data_without_a_length_is_refused() -> None:
+    growth = LightningGrowth([{"name": "insert_layers", "value": 1, "when": {"at_fraction": 0.5}}])
+    options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+    loader = DataLoader(Endless(), batch_size=2)
+    trainer = Trainer(max_epochs=1, limit_val_batches=0, callbacks=[growth], **options)
+    with pytest.raises(GrowthError, match=r"at_fraction needs the length .*max_steps"):
+        trainer.fit(Language(), loader, loader)
+    trainer = Trainer(max_steps=4, limit_val_batches=0, callbacks=[growth], **options)
+    trainer.fit(Language(), loader, loader)
+    assert [change.step for change in growth.schedule.history] == [2]
 
 
 def test_a_module_without_the_model_is_refused(tmp_path: Path) -> None:

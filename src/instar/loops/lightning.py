@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -60,10 +61,12 @@ class LightningGrowth(Callback):
         vars(pl_module).pop("on_load_checkpoint", None)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        steps = min(trainer.estimated_stepping_batches, 1 << 62)
+        # -1 or infinity of data without a length
+        lengths = [trainer.estimated_stepping_batches]
         if trainer.max_steps > 0:  # it counts the steps of each optimizer, as `global_step` does
-            steps = min(steps, max(1, trainer.max_steps // _count_optimizers(trainer)))
-        self.schedule.steps = int(steps)
+            lengths.append(max(1, trainer.max_steps // _count_optimizers(trainer)))
+        known = [int(steps) for steps in lengths if 0 < steps < math.inf]
+        self.schedule.set_steps(min(known, default=None))
         if not trainer.global_step:
             self.schedule.begin_anew(self._find_module(pl_module))
 

@@ -197,6 +197,15 @@ class GrowthSchedule:
         self._parameters = _count(model)
         return tuple(changes)
 
+    def set_steps(self, steps: int | None) -> None:
+        """Set the number of updates of the training; None: it is not known.
+
+        Raises:
+            GrowthError: an operation needs to know it.
+        """
+        self.steps = steps
+        self._check()
+
     def begin_anew(self, model: Module) -> None:
         """Forget a former training where another begins at step 0, unless its model has the operations of that one."""
         self._losses = ()
@@ -287,7 +296,8 @@ class GrowthSchedule:
                 "lr is the loop's: change its scheduler": "lr" in operation.options,
                 NO_MASKS: "mask" in operation.options,
                 "reevaluate is the loop's, which decides when to evaluate": entry.reevaluate,
-                "at_fraction needs the length of the run (steps=)": AtFraction in kinds
+                "at_fraction needs the length of the run (steps=, or max_steps of the trainer)": AtFraction
+                in kinds
                 and self.steps is None,
                 "noise_scale is measured by instar train": NoiseAbove in kinds,
                 "at_tokens needs tokens_per_step=": AtTokens in kinds and not self.tokens_per_step,
