@@ -134,9 +134,8 @@ class Continuation:
                 continue
             if now[key] != (before := self._before(key)):
                 changes[key], origins[key] = (before, now[key]), DERIVED
-            elif (
-                key in changes
-            ):  # left open by whoever set it, and what follows is what is in force
+            elif key in changes:
+                # whoever set it left it open, and what follows is what is in force
                 del changes[key], origins[key]
         return replace(
             self, began=with_values(self.began, filled_values), changes=changes, origins=origins

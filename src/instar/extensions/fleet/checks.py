@@ -364,10 +364,8 @@ def _parallel(
             problems.append(loaded_config.problem(path, message, hint))
         elif needs:
             fits.append(available // needs)
-    if (
-        not fits and spec.max_parallel is None
-    ):  # nothing says what an instance needs: a core for each
-        fits.append(machine.cpus)
+    if not fits and spec.max_parallel is None:
+        fits.append(machine.cpus)  # nothing says what an instance needs: a core for each
     return max(1, min(spec.max_parallel or count, count, *fits)), problems
 
 
