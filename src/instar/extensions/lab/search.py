@@ -425,10 +425,8 @@ def _result(final: _Final, plan: ScheduleSearch, file: Path) -> SearchResult:
         saving = predict_saving(pilot, costs, source=os.fspath(pilot_path(file)))
     except ValueError:  # the final size from scratch diverged
         saving = None
-    for config_file in (
-        file,
-        _best_path(file),
-    ):  # each `--dry-run` looks beside the one that it reads
+    # each `--dry-run` looks beside the file that it reads
+    for config_file in (file, _best_path(file)):
         write_json(pilot_path(config_file), structs.replace(pilot, found=pilot_summary(pilot)))
     if not file.exists():  # what was added to it stays
         replace_file(file, _text(final, plan, winner, saving).encode())
