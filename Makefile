@@ -12,7 +12,7 @@ CLIENTS := .venv-clients
 export OMP_NUM_THREADS ?= $(shell nproc)
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
-.PHONY: help demo browser hosts slurm test test-part test-gpu bench-gpu bench-quick test-lowest test-vllm test-clients lint format bench torture docs clean
+.PHONY: help demo browser hosts slurm test test-part test-gpu bench-gpu bench-quick test-lowest test-vllm test-clients lint format bench torture torture-faults torture-trials docs clean
 
 help:
 	@echo "make demo      install the core, train a small GPT that grows, then sample from it"
@@ -28,6 +28,7 @@ help:
 	@echo "               (each benchmark alone: .venv/bin/python benchmarks/run.py --list)"
 	@echo "make bench-quick  three minutes: figures that are stable on a busy machine, each held against a bound"
 	@echo "make torture   long fault trials, random trials with all examples; results in benchmarks/results"
+	@echo "               (two to four hours; each half alone: make torture-faults, make torture-trials)"
 	@echo "make docs      the documentation as a site in build/site; every snippet of it is run"
 
 # The core alone trains, samples and reports. What tests need comes on top of it, into the same place.
@@ -156,16 +157,22 @@ slurm:
 # Most trials wait for ranks that are stopped, killed or cut off: three files at a time on two cores. Their limits are of
 # time, so what fails is run once more, alone, as in `make test`; and what comes after is run whatever failed before.
 TORTURE := INSTAR_TORTURE=full $(PYTEST) --timeout 7200
-torture: $(STAMP) browser hosts slurm
-	failed=0; \
-	$(TORTURE) -m "$(HERE)" -n 3 --dist loadfile tests/torture \
-	  || { [ $$? = 1 ] && $(TORTURE) -m "$(HERE)" --last-failed --last-failed-no-failures none tests/torture; } \
-	  || failed=1; \
-	$(TORTURE) -m "(torture or hypothesis or repeated) and $(HERE)" -n 3 --dist loadfile tests --ignore tests/torture \
-	  || { [ $$? = 1 ] && $(TORTURE) -m "(torture or hypothesis or repeated) and $(HERE)" --last-failed \
-	    --last-failed-no-failures none tests --ignore tests/torture; } \
-	  || failed=1; \
-	$(BIN)/python benchmarks/summary.py; exit $$failed
+define in_full
+failed=0; \
+$(TORTURE) -m "$(1)" -n 3 --dist loadfile $(2) \
+  || { [ $$? = 1 ] && $(TORTURE) -m "$(1)" --last-failed --last-failed-no-failures none $(2); } \
+  || failed=1; \
+$(BIN)/python benchmarks/summary.py; exit $$failed
+endef
+
+torture:
+	failed=0; $(MAKE) torture-faults || failed=1; $(MAKE) torture-trials || failed=1; exit $$failed
+
+torture-faults: $(STAMP) browser hosts slurm
+	$(call in_full,$(HERE),tests/torture)
+
+torture-trials: $(STAMP) browser hosts slurm
+	$(call in_full,(torture or hypothesis or repeated) and $(HERE),tests --ignore tests/torture)
 
 docs: $(STAMP) browser
 	$(BIN)/python docs/sphinx/build.py build/site

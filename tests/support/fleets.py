@@ -10,7 +10,7 @@ import textwrap
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,8 @@ class FleetPlace:
     """of Instar runs, e.g. `forks.python`, which spares them the seconds in which they import torch"""
     new_interpreters: bool = False
     """whether commands are new interpreters, and not forked"""
+    started: list[subprocess.Popen[str]] = field(default_factory=list)
+    """every command so far, ended or not"""
 
     def env(self) -> dict[str, str]:
         variables = {"INSTAR_LOCK_DIR": str(self.path / "locks"), "OMP_NUM_THREADS": "1"}
@@ -94,7 +96,7 @@ class FleetPlace:
     def start(self, *words: object) -> subprocess.Popen[str]:
         """`instar fleet WORDS` in a process of its own."""
         instar = ["-c", OF_RUNS, str(self.python)] if self.python else ["-m", "instar.cli.main"]
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [
                 sys.executable if self.new_interpreters else forks().python,
                 *instar,
@@ -107,6 +109,8 @@ class FleetPlace:
             stderr=subprocess.STDOUT,
             text=True,
         )
+        self.started.append(process)
+        return process
 
     def run(self, *words: object, timeout_s: float = 120) -> tuple[int, str]:
         """Return the exit code and output of `instar fleet WORDS`."""
@@ -127,14 +131,24 @@ class FleetPlace:
     ) -> dict[str, Any]:
         """Wait until the state of a fleet meets a condition; return it."""
         deadline = time.monotonic() + timeout_s
+        state: dict[str, Any] = {}
         while True:
             with suppress(Exception):
                 state = self.status(name)
                 if condition(state):
                     return state
             if time.monotonic() > deadline:
-                raise AssertionError(f"no such state: {json.dumps(state)}")
+                raise AssertionError(f"no such state: {json.dumps(state)}; {self._kill()}")
             time.sleep(0.05)
+
+    def _kill(self) -> str:
+        """Kill what was started and still runs, lest it disturb the next tests; return its output."""
+        output = ""
+        for process in self.started:
+            if process.poll() is None:
+                process.kill()
+                output += process.communicate(timeout=30)[0]
+        return output
 
     def living_pids(self) -> list[int]:
         """The living processes of this place's fleets."""

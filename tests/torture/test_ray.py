@@ -40,7 +40,8 @@ jobs:
             launcher = place.start("up", "fleet.yaml")
             place.wait("killed", lambda status: status["instances"])
             if what == "worker":
-                place.wait("killed", lambda status: phase_of(status, "job"))
+                # the first workers of a cold cluster take a minute on two loaded cores
+                place.wait("killed", lambda status: phase_of(status, "job"), timeout_s=300)
                 time.sleep(rng.uniform(0.0, 1.5))
                 cluster.kill_worker(rng)
             else:

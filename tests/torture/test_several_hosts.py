@@ -224,9 +224,12 @@ def test_torchrun_goes_on_with_the_host_that_is_left_and_takes_the_other_back(pl
 
         def trains_on(ranks: int) -> bool:
             """Whether the run was last started with so many ranks, and has saved since then."""
-            kinds = [event["kind"] for event in events(run_dir)][::-1]
-            sizes = [event["world_size"] for event in events(run_dir, "run_started")]
-            return sizes[-1:] == [ranks] and "checkpoint" in kinds[: kinds.index("run_started")]
+            saved = False
+            for event in reversed(events(run_dir)):
+                if event["kind"] == "run_started":
+                    return saved and event["world_size"] == ranks
+                saved = saved or event["kind"] == "checkpoint"
+            return False
 
         def wait_for(ranks: int) -> float:
             start_s = time.monotonic()
