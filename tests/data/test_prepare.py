@@ -91,6 +91,21 @@ def test_without_a_test_fraction_there_is_no_test_split(tmp_path: Path, rows: Pa
     assert list(open_dataset(folder).splits) == ["train", "val"]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "val", "test", "expected"),
+    [
+        ([1, 1], 0.25, 0.25, {"train": 1, "val": 1, "test": 0}),
+        ([3] * 5, 0.02, 0.2, {"train": 12, "val": 0, "test": 3}),
+        ([1000] * 1000, 0.0005, 0.0005, {"train": 999_000, "val": 500, "test": 500}),
+    ],
+)
+def test_a_share_of_less_than_a_byte_of_each_document_is_one_of_all_end_to_end(
+    sizes: list[int], val: float, test: float, expected: dict[str, int]
+) -> None:
+    parts = divide(np.array(sizes, dtype=np.int64), val, test, 0)
+    assert {name: int(np.diff(rows[:, 1:]).sum()) for name, rows in parts.items()} == expected
+
+
 @settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 1000), min_size=1, max_size=60).filter(any),
@@ -470,8 +485,7 @@ def test_of_few_files_each_is_held_out_from(tmp_path: Path) -> None:
         DataConfig(source=str(tmp_path / "texts")), 1, tmp_path / "set", messages.append
     )
     assert (
-        "3 documents are too few or too unequal to hold out whole ones: the end of each"
-        in messages[0]
+        "3 documents are too few or too unequal to hold out whole ones: their ends" in messages[0]
     )
     for name, text in texts_of(folder).items():
         assert {letter: text.count(letter) for letter in "abc"} == dict.fromkeys(

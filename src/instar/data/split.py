@@ -32,8 +32,8 @@ def chosen_bytes(sizes: Int64Array, data: DataConfig, seed: int) -> Int64Array:
 def divide(
     byte_counts: Int64Array, val_fraction: float, test_fraction: float, seed: int
 ) -> dict[str, Parts]:
-    """Split documents as `divide_whole` or, where they are too few or too large for that, each of them: its
-    last parts become val and test.
+    """Split documents as `divide_whole` or, where they are too few or too large for that, each of them, or all
+    end to end where each is too small: the last parts become val and test.
 
     Args:
         byte_counts: the number of bytes to use of each document, [documents].
@@ -76,8 +76,10 @@ def _shares(val_fraction: float, test_fraction: float) -> dict[str, float]:
 
 def _divide(byte_counts: Int64Array, shares: dict[str, float], seed: int) -> dict[str, Parts]:
     targets = _targets(byte_counts, shares)
-    parts = _by_document(byte_counts, targets, seed)
-    return parts if _is_near(parts, targets) else _by_position(byte_counts, shares)
+    for parts in (_by_document(byte_counts, targets, seed), _by_position(byte_counts, shares)):
+        if _is_near(parts, targets):
+            return parts
+    return _end_to_end(byte_counts, shares)
 
 
 def _targets(byte_counts: Int64Array, shares: dict[str, float]) -> dict[str, float]:
@@ -116,7 +118,7 @@ def whole_documents(documents: Int64Array, byte_counts: Int64Array) -> Parts:
 
 
 def _by_position(byte_counts: Int64Array, shares: dict[str, float]) -> dict[str, Parts]:
-    """Divide each document, in the order of the shares."""
+    """Divide each document, in the order of the shares; of each, a share is rounded to whole bytes."""
     documents = np.arange(byte_counts.size)
     parts: dict[str, Parts] = {}
     begins, share = np.zeros_like(byte_counts), 0.0
@@ -125,6 +127,24 @@ def _by_position(byte_counts: Int64Array, shares: dict[str, float]) -> dict[str,
         ends = np.rint(byte_counts * min(share, 1.0)).astype(np.int64)
         parts[name] = np.stack([documents, begins, ends], axis=1)[ends > begins]
         begins = ends
+    return parts
+
+
+def _end_to_end(byte_counts: Int64Array, shares: dict[str, float]) -> dict[str, Parts]:
+    """Divide the documents end to end, in the order of the shares: each has its size to within a byte.
+
+    Documents of a few bytes have no such parts each: half of one byte is nothing or all of it.
+    """
+    documents, starts = np.arange(byte_counts.size), np.cumsum(byte_counts) - byte_counts
+    total = int(byte_counts.sum())
+    parts: dict[str, Parts] = {}
+    begin, share = 0, 0.0
+    for name, split_share in shares.items():
+        share += split_share
+        end = round(total * min(share, 1.0))
+        begins, ends = (np.clip(place - starts, 0, byte_counts) for place in (begin, end))
+        parts[name] = np.stack([documents, begins, ends], axis=1)[ends > begins]
+        begin = end
     return parts
 
 

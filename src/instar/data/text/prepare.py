@@ -305,9 +305,10 @@ def _divide_documents(
         if is_cut(parts, byte_counts):
             number = int(np.count_nonzero(byte_counts))
             what = "one document is" if number == 1 else f"{number:,} documents are"
+            ends = "its end is" if number == 1 else "their ends are"
             say(
-                f"{what} too few or too unequal to hold out whole ones: the end of each is held out, "
-                f"{sum(fractions):.3g} of it"
+                f"{what} too few or too unequal to hold out whole ones: {ends} held out, "
+                f"{sum(fractions):.3g} of the text"
             )
         return parts
     whole_parts = divide_whole(byte_counts, *fractions, seed)
