@@ -211,13 +211,21 @@ def _feistel(values: UInt64Array, bits: int, keys: UInt32Array) -> UInt64Array:
     return samples
 
 
+# Arrays: to convert a scalar at each call takes longer than the arithmetic on a few hundred numbers.
+_MIX32_ROUNDS = tuple(
+    (np.array(shift, np.uint32), np.array(factor, np.uint32))
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B))
+)
+_MIX32_LAST_SHIFT = np.array(16, dtype=np.uint32)
+
+
 def _mix32(x: UInt32Array, scratch: UInt32Array) -> None:
     """Mix in place with the integer hash of lowest bias of C. Wellons' hash prospector (2018)."""
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        np.right_shift(x, np.uint32(shift), out=scratch)
+    for shift, factor in _MIX32_ROUNDS:
+        np.right_shift(x, shift, out=scratch)
         x ^= scratch
-        x *= np.uint32(factor)
-    np.right_shift(x, np.uint32(16), out=scratch)
+        x *= factor
+    np.right_shift(x, _MIX32_LAST_SHIFT, out=scratch)
     x ^= scratch
 
 
