@@ -15,7 +15,6 @@ import re
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +26,7 @@ _NOT_FOLLOWED = "a symbolic link, which is not followed"
 RUN_FOLDERS = ("checkpoints", "deltas", "logs", "control", "columns", "test", "profile", "media")
 """The folders in a run's, which hold nothing of anything else."""
 _OF_FLEETS = ("configs", "control", "logs", "results", "slurm", "hosts")
+_INSIDE = frozenset({*RUN_FOLDERS, *_OF_FLEETS})
 _RUN_FILES = ("events.jsonl", "run.yaml")
 _DEEPEST = 6
 """folders between a run's and a file of it, at most"""
@@ -159,9 +159,15 @@ def sync_folder(path: Path) -> None:
 def _link_on_the_way(path: Path) -> Path | None:
     """Return the symbolic link, if any, among the folders from a folder of a run or a fleet to a file in it.
     Whoever wrote the run's folder may have planted it; the run's folder itself may be a link."""
-    above = list(islice(path.parents, _DEEPEST))
-    until = max((number for number, folder in enumerate(above, 1) if _is_of_run(folder)), default=0)
-    return next((folder for folder in above[:until] if folder.is_symlink()), None)
+    # by names first: a list of runs opens thousands of files, and to make a path costs more than to look at one
+    names = path.parts[-2 : -2 - _DEEPEST : -1]
+    runs = [
+        number
+        for number, name in enumerate(names)
+        if name in _INSIDE and _is_of_run(path.parents[number])
+    ]
+    above = (path.parents[number] for number in range(runs[-1] + 1)) if runs else ()
+    return next((folder for folder in above if folder.is_symlink()), None)
 
 
 def _is_of_run(folder: Path) -> bool:
