@@ -161,12 +161,12 @@ def _link_on_the_way(path: Path) -> Path | None:
     Whoever wrote the run's folder may have planted it; the run's folder itself may be a link."""
     # by names first: a list of runs opens thousands of files, and to make a path costs more than to look at one
     names = path.parts[-2 : -2 - _DEEPEST : -1]
-    runs = [
-        number
-        for number, name in enumerate(names)
-        if name in _INSIDE and _is_of_run(path.parents[number])
+    depths = [
+        depth
+        for depth, name in enumerate(names)
+        if name in _INSIDE and _is_of_run(path.parents[depth])
     ]
-    above = (path.parents[number] for number in range(runs[-1] + 1)) if runs else ()
+    above = (path.parents[depth] for depth in range(depths[-1] + 1)) if depths else ()
     return next((folder for folder in above if folder.is_symlink()), None)
 
 
