@@ -19,7 +19,7 @@ import forks as forking
 import pytest
 from hypothesis import settings
 
-from instar.processes.child import STOP_SIGNALS
+from instar.processes.interrupt import STOP_SIGNALS
 
 MOST_EXAMPLES = figures.times(30, sys.maxsize)
 """of a property in `make test`; `make torture` tries as many as each property names"""

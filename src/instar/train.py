@@ -7,8 +7,9 @@ import re
 import sys
 
 from instar.cli.main import main
-from instar.distributed.placement import share_cores
-from instar.distributed.signals import exit_now, exit_with_parent, ignore_stop_signals
+from instar.distributed.signals import exit_now, exit_with_parent
+from instar.processes.cores import share_cores
+from instar.processes.interrupt import ignore_stop_signals
 
 _LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")
 """the argument that `python -m torch.distributed.launch` passes beside LOCAL_RANK"""

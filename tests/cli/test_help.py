@@ -10,7 +10,7 @@ import pytest
 from needed import needs
 
 from instar import __version__
-from instar.cli.logs import COMMANDS as LOGS
+from instar.cli.logs.commands import COMMANDS as LOGS
 from instar.cli.main import COMMANDS, main
 from instar.cli.options import DeferredCommand
 from instar.cli.train import train

@@ -11,7 +11,6 @@ from instar.distributed.placement import (
     child_environment,
     placement,
     resolve_ranks,
-    share_cores,
 )
 
 TORCHRUN = {
@@ -161,16 +160,6 @@ def test_every_slurm_task_knows_how_many_share_its_host(repeat: int, counts: lis
         place = SLURM | {"SLURM_NODEID": str(node), "SLURM_STEP_TASKS_PER_NODE": form}
         place |= {"SLURM_STEP_NUM_TASKS": str(sum(per_node) + 2), "SLURM_LOCALID": "0"}
         assert placement(place).local_size == local_count
-
-
-def test_waiting_threads_leave_the_cores_to_others_unless_told() -> None:
-    environ: dict[str, str] = {}
-    share_cores(environ)
-    assert environ == {"GOMP_SPINCOUNT": "4000"}
-    for policy in ({"GOMP_SPINCOUNT": "5"}, {"OMP_WAIT_POLICY": "ACTIVE"}):
-        variables = dict(policy)
-        share_cores(variables)
-        assert variables == policy
 
 
 def test_a_child_does_not_take_itself_for_this_rank() -> None:

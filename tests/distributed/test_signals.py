@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from instar.distributed.signals import StopSignal
-from instar.processes.child import STOP_SIGNALS
+from instar.processes.interrupt import STOP_SIGNALS
 
 Python = Callable[..., "subprocess.Popen[str]"]
 

@@ -9,7 +9,7 @@ import pytest
 from written_runs import write_run
 
 from instar.config.errors import ConfigError
-from instar.logs.query.groups import notes_on_bases
+from instar.logs.query.bases import notes_on_bases
 from instar.logs.query.runs import find_runs
 from instar.record.rundir import find_run, runs_in
 

@@ -11,7 +11,7 @@ from records import lines, make_run
 
 from instar.config.errors import ConfigError
 from instar.logs.read.record import RunRecord, read_record
-from instar.logs.read.scan import SegmentTree
+from instar.logs.read.segments import SegmentTree
 from instar.record.events import (
     Eval,
     Event,

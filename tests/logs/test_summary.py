@@ -16,7 +16,8 @@ from written_runs import BEGAN, place, write_run, writing
 from instar.logs.query.summary import MetricValue, Summary, summarize, summary_to_json
 from instar.logs.read.reader_cache import cached_summary
 from instar.logs.read.record import direction, read_record
-from instar.logs.text.summary import metric_value_text, one_lines, page, summary_markdown
+from instar.logs.text.summary import one_lines, page, summary_markdown
+from instar.logs.text.values import metric_value_text
 from instar.record.events import (
     Alert,
     BeginsAnew,

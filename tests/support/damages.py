@@ -122,7 +122,7 @@ CHECKS = (
     Check("src/instar/run/offline/grow.py", "^exact$", OFFLINE),
     Check("src/instar/extensions/board/sections.py", "^exact$", LIVE),
     Check("src/instar/run/output/run_logger.py", "tested the weights of step", TEST_PHASE),
-    Check("src/instar/logs/read/scan.py", "not a whole line of JSON", RECORD),
+    Check("src/instar/logs/read/lines.py", "not a whole line of JSON", RECORD),
     Check("README.md", "verified on (held-out samples|the model that will train)", LIVE),
     Check("docs/architecture.md", "carried out beside the old model, and verified", LIVE),
     Check("docs/control.md", "growth is verified as in a schedule", LIVE),
@@ -169,7 +169,7 @@ NO_CHECKS = (
         "src/instar/extensions/lab/find/cli.py", "the whole learning rate schedule in small", PARTS
     ),
     NoCheck("src/instar/extensions/lab/cli.py", "at equal FLOPs", SAME),
-    NoCheck("src/instar/cli/logs*.py", "at equal steps, tokens, FLOPs or time", SAME),
+    NoCheck("src/instar/cli/logs/*.py", "at equal steps, tokens, FLOPs or time", SAME),
     NoCheck("src/instar/cli/train.py", "on the whole test split", PARTS),
     NoCheck("src/instar/extensions/delta/callback.py", "deltas are of whole models", PARTS),
     NoCheck("src/instar/extensions/delta/replay.py", "save the new state as a whole", PARTS),

@@ -9,7 +9,8 @@ import pytest
 import science
 from tiny_run import Place, events, output_of
 
-from instar.tasks.basis import incomparable, task_files
+from instar.tasks.basis import incomparable
+from instar.tasks.sources import task_files
 
 FILES = {
     "task.py": "import json, numpy, helper\nfrom parts import layers\ndef late():\n    import later\nraise SystemExit",

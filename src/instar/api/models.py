@@ -17,8 +17,8 @@ from instar.config.user_code.definitions import code_name
 from instar.data.text.foreign.chat_template import template_beside
 from instar.data.text.targets import token_bytes
 from instar.data.text.tokenizer import BPETokenizer, Tokenizer, load_saved_tokenizer, prompt_tokens
-from instar.distributed.placement import share_cores
 from instar.models.shape import count_parameters
+from instar.processes.cores import share_cores
 from instar.record.progress import track_items
 
 if TYPE_CHECKING:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +11,6 @@ import msgspec
 
 from instar.api.curves import Plot, plot_records, watch_run
 from instar.config.errors import ConfigError
-from instar.extensions import run_set
 from instar.logs.query.alignment import axis_named, parse_place
 from instar.logs.query.compare import Comparison, compare_groups
 from instar.logs.query.config import config_values
@@ -22,15 +19,12 @@ from instar.logs.query.runs import find_runs, list_rows, row_to_json
 from instar.logs.query.summary import summarize, summary_to_json
 from instar.logs.read.columns import Column
 from instar.logs.read.extract import rows_of
-from instar.logs.read.record import AXES, RunRecord, Series, read_record, read_records
-from instar.record.events import Event, RecordError
-from instar.record.rundir import RunDir, runs_in
+from instar.logs.read.record import AXES, RunRecord, Series, read_record
+from instar.record.events import Event
+from instar.record.rundir import runs_in
 
 if TYPE_CHECKING:
     import pandas as pd
-
-RUNS = Path("runs")
-"""where ids and names of runs are looked up"""
 
 
 class Run:
@@ -281,76 +275,3 @@ def _records(runs: Sequence[Run | str | os.PathLike[str]], where: str) -> list[R
     if isinstance(runs, str | os.PathLike):
         raise ConfigError.of("runs must be a list of runs, or of their paths", where)
     return [(run if isinstance(run, Run) else load_run(run)).record for run in runs]
-
-
-@dataclass(frozen=True)
-class RecordsRead:
-    """Records of runs, and the errors of runs whose record cannot be read."""
-
-    records: tuple[RunRecord, ...]
-    faults: tuple[str, ...]
-
-
-def selected_runs(runs: Sequence[str], *, every: bool = False) -> list[RunDir]:
-    """Find the runs that the arguments name; with `every` and no arguments, all in `runs`.
-
-    Raises:
-        ConfigError: an argument names no run.
-    """
-    return [*selected_groups(runs, every=every)]
-
-
-def listed_runs(folders: Sequence[str]) -> list[RunDir]:
-    """Find the runs in these folders or of these fleets, by default those in `runs`; an empty folder has none.
-
-    Raises:
-        ConfigError: no such folder or run exists, or a pattern matches none.
-    """
-    if not folders:
-        return runs_in(RUNS)
-    texts = [text for text in folders if not _is_empty(Path(text))]
-    return selected_runs(texts) if texts else []
-
-
-def _is_empty(path: Path) -> bool:
-    """Return whether a path is a folder that is no run and no fleet, and has no runs."""
-    is_other_folder = path.is_dir() and run_set(path) is None and not RunDir(path).holds_run()
-    return is_other_folder and not runs_in(path)
-
-
-def selected_groups(runs: Sequence[str], *, every: bool = False) -> dict[RunDir, str]:
-    """Find the runs that the arguments name, each with its group if the argument is the folder of a set of runs,
-    such as a fleet, else with an empty one.
-
-    Raises:
-        ConfigError: an argument names no run.
-    """
-    groups: dict[Path, tuple[RunDir, str]] = {}
-    for text in runs or ([str(RUNS)] if every else ["latest"]):
-        set_of_runs = run_set(Path(text)) if text else None
-        if set_of_runs is not None:
-            group_by_run = set_of_runs(Path(text))
-        else:
-            group_by_run = dict.fromkeys(find_runs([text], RUNS), "")
-        for run, group in group_by_run.items():
-            groups.setdefault(run.path.resolve(), (run, group))
-    return dict(groups.values())
-
-
-def read_all(runs: Sequence[RunDir]) -> RecordsRead:
-    """Read the records of runs, in order.
-
-    Raises:
-        RecordError: none of them can be read.
-    """
-    with suppress(RecordError):
-        return RecordsRead(tuple(read_records(runs)), ())
-    records, faults = [], []
-    for run in runs:
-        try:
-            records.append(read_record(run))
-        except RecordError as error:
-            faults.append(str(error))
-    if not records:
-        raise RecordError("\n".join(faults))
-    return RecordsRead(tuple(records), tuple(faults))

@@ -21,10 +21,10 @@ from instar.distributed.placement import (
     LAUNCH_VARIABLE,
     placement,
     resolve_ranks,
-    share_cores,
 )
 from instar.distributed.rank_log import RankLog
 from instar.distributed.signals import StopSignal
+from instar.processes.cores import share_cores
 from instar.record.rundir import find_run
 from instar.record.start_folder import begun_in
 from instar.run.load_config import load_run_config

@@ -25,6 +25,8 @@ from instar.config.files import check_words
 from instar.config.user_code.trust import TRUST_VARIABLE, Untrusted
 from instar.extensions import how_to_install, load_target, programs
 from instar.logs.text.stdout import StdoutFails, set_encoding, watch_streams
+from instar.processes.cores import share_cores
+from instar.processes.interrupt import PromptInterrupt, ignore_stop_signals
 from instar.record.progress import Display, Screen, showing
 
 COMMANDS = {
@@ -37,7 +39,10 @@ COMMANDS = {
     "resume": ("instar.cli.train:resume", "Resume a run that was stopped."),
     "test": ("instar.cli.train:test", "Test a run's best checkpoint on the test split."),
     "control": ("instar.cli.train:control", "Tell a run to save or to stop, or print its status."),
-    "logs": ("instar.cli.logs:logs", "List, summarize, plot and compare runs, follow one."),
+    "logs": (
+        "instar.cli.logs.commands:logs",
+        "List, summarize, plot and compare runs, follow one.",
+    ),
     "sample": ("instar.cli.train:sample", "Generate text with a trained model."),
     "grow": ("instar.cli.growth:grow", "Grow the model of a checkpoint into a new run."),
     "checkpoint": (
@@ -165,20 +170,17 @@ def run_program(module: str) -> NoReturn:
 
 def entry() -> NoReturn:
     """Entry point of the installed command."""
-    from instar.distributed.placement import share_cores
-    from instar.distributed.signals import PromptInterrupt, exit_now, ignore_stop_signals
-
     share_cores(os.environ)
     watch_streams()
-    with PromptInterrupt(lambda: _leave(exit_now)):
+    with PromptInterrupt(_leave):
         code = main()
         ignore_stop_signals()
     if code == INTERRUPTED:
-        exit_now(code)  # the interpreter would wait for threads
+        _exit_now(code)  # the interpreter would wait for threads
     sys.exit(code)
 
 
-def _leave(exit_now: Callable[[int], NoReturn]) -> NoReturn:
+def _leave() -> NoReturn:
     """End an interrupted command that cannot end by itself in time: a library is at work in it."""
     from instar.record.atomic import abandon  # not before: `instar --help` does not wait for it
 
@@ -186,7 +188,13 @@ def _leave(exit_now: Callable[[int], NoReturn]) -> NoReturn:
     with suppress(OSError):
         if (work := _display.current) is not None:
             os.write(2, f"\n{work.interruption_text}\n".encode(errors="replace"))
-    exit_now(INTERRUPTED)
+    _exit_now(INTERRUPTED)
+
+
+def _exit_now(code: int) -> NoReturn:
+    from instar.distributed.signals import exit_now  # brings logging and subprocess
+
+    exit_now(code)
 
 
 def _run_with_trust(args: list[str]) -> int:

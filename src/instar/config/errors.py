@@ -39,13 +39,11 @@ _HOLDERS = frozenset(
     ["alerts", "trackers", "wandb", "trackio", "mlflow", "command", "webhook", "uri", "entity"]
 )
 """names of keys in these sections whose line may hold what is not shown"""
-_SECRET = re.compile(r"(?:.*[._])?(?:token|api_?key|secret|password|passwd|credentials?)", re.I)
-_USER = re.compile(r"\b([a-z][a-z0-9+.-]{0,20}://)[^\s/@\"']{1,1000}@", re.I)  # texts may be long
-_NAME = re.compile(r"([\w.]+)\s*:(?=\s|$)")
-_QUERY = re.compile(
-    r"([?&][\w.-]{0,64}(?:token|key|secret|passw|sig|auth|credential)[\w.-]{0,64}=)[^&\s\"'#,\]}]+",
-    re.I,
-)
+# Patterns as texts are compiled when an error is shown: every command imports this.
+_SECRET = r"(?i)(?:.*[._])?(?:token|api_?key|secret|password|passwd|credentials?)"
+_USER = r"(?i)\b([a-z][a-z0-9+.-]{0,20}://)[^\s/@\"']{1,1000}@"  # texts may be long
+_NAME = r"([\w.]+)\s*:(?=\s|$)"
+_QUERY = r"(?i)([?&][\w.-]{0,64}(?:token|key|secret|passw|sig|auth|credential)[\w.-]{0,64}=)[^&\s\"'#,\]}]+"
 _ACTING = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
 )
@@ -204,12 +202,12 @@ def is_secret(key: str) -> bool:
     """Return whether the value of a dotted key may be a secret."""
     inner = key.startswith(tuple(f"{section}." for section in _SECTIONS))
     is_private = inner and key not in SHOWN
-    return is_private or key in ("record", *_SECTIONS) or bool(_SECRET.fullmatch(key))
+    return is_private or key in ("record", *_SECTIONS) or bool(re.fullmatch(_SECRET, key))
 
 
 def may_hold_secret(line: str) -> bool:
     """Return whether a line of a config has a key of a secret, or a URL with a user or a key."""
-    names = _NAME.findall(line)
+    names = re.findall(_NAME, line)
     return bool(_HOLDERS & {*names}) or any(map(is_secret, names)) or redact_text(line) != line
 
 
@@ -221,7 +219,7 @@ def redacted_option(text: str) -> str:
 
 def redact_text(text: str) -> str:
     """Remove user and password of URLs in `text`, and keys in their queries."""
-    return _QUERY.sub(rf"\1{HIDDEN}", _USER.sub(rf"\1{HIDDEN}@", text))
+    return re.sub(_QUERY, rf"\1{HIDDEN}", re.sub(_USER, rf"\1{HIDDEN}@", text))
 
 
 def visible(text: str) -> str:

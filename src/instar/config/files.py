@@ -213,14 +213,16 @@ def cache_home(kind: str) -> Path | None:
     try:
         cache_dir = Path(above) if Path(above).is_absolute() else Path.home() / ".cache"
         home = Path(variable) if variable else cache_dir / "instar"
-        home.mkdir(0o700, parents=True, exist_ok=True)
+        if not home.is_dir():  # once for every run of a list
+            home.mkdir(0o700, parents=True, exist_ok=True)
         status = home.lstat()  # a link could lead to another folder owned by this user
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
             return None
         if status.st_mode & 0o077:
             home.chmod(0o700)
         folder = home / kind
-        folder.mkdir(0o700, exist_ok=True)
+        if not folder.is_dir():
+            folder.mkdir(0o700, exist_ok=True)
     except (OSError, ValueError, RuntimeError):  # no home folder, or not writable
         return None
     return None if folder.is_symlink() else folder

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from instar.config.errors import InstarError, sentence_of
-from instar.config.user_code.named import what_happened
+from instar.config.user_code.failures import what_happened
 
 logger = logging.getLogger(__name__)
 

@@ -41,11 +41,11 @@ from instar.distributed.placement import (
     LaunchOptions,
     Placement,
     child_environment,
-    usable_cores,
 )
 from instar.distributed.rendezvous import listen
 from instar.distributed.signals import StopSignal
 from instar.processes.child import GROUP_SIGNALS, Child, exit_text
+from instar.processes.cores import usable_cores
 
 POLL_S = 0.05
 REAP_S = 5.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,12 +30,12 @@ class Rendezvous(Protocol):
     def devices(self) -> Sequence[int]: ...
 
 
-_OF_A_RANK = re.compile(
+_OF_A_RANK = (
     r"(LOCAL_|GROUP_|ROLE_|NODE_)?RANK|((LOCAL|GROUP|ROLE)_)?WORLD_SIZE|ROLE_NAME|MASTER_(ADDR|PORT)"
     r"|TORCHELASTIC_\w+|SLURM_(PROCID|LOCALID|NODEID|GTIDS|TASK_PID|STEP_\w+|STEPID|NTASKS\w*|NPROCS)"
     r"|SLURM_TASKS_PER_NODE|(PMI|PMIX|OMPI_COMM_WORLD)_\w+|INSTAR_(LAUNCH|LAUNCHER_PID|DEVICES|LOADED_CONFIG)"
 )
-"""variables by which torchrun, SLURM, MPI and Instar tell a process which rank it is"""
+"""variables by which torchrun, SLURM, MPI and Instar tell a process which rank it is; compiled when a child is started, for `instar --help` starts none"""
 
 
 def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -44,7 +44,7 @@ def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
     What says which rank this process is is left out: a child that trains would wait for the others.
     A job of SLURM is still known to its `srun`.
     """
-    return {name: value for name, value in environ.items() if not _OF_A_RANK.fullmatch(name)}
+    return {name: value for name, value in environ.items() if not re.fullmatch(_OF_A_RANK, name)}
 
 
 @dataclass(frozen=True)
@@ -99,17 +99,6 @@ def placement(environ: Mapping[str, str], parallel: Rendezvous | None = None) ->
             where="environment",
         )
     return environment
-
-
-def share_cores(environ: MutableMapping[str, str]) -> None:
-    """Let waiting OpenMP threads sleep after some 0.2 ms instead of spinning for milliseconds.
-
-    With one other busy process on two cores, training is then several times as fast. Sleeping sooner, a quarter of
-    this, costs an idle virtual machine a third of its speed, because threads that sleep wake slowly there. Call it
-    before torch is imported; a value set by the user stays.
-    """
-    if "OMP_WAIT_POLICY" not in environ:
-        environ.setdefault("GOMP_SPINCOUNT", "4000")
 
 
 def is_loopback(host: str) -> bool:
@@ -311,10 +300,3 @@ def resolve_ranks(
             hint="one per rank",
         )
     return RankCount(ranks, indices[:local_ranks])
-
-
-def usable_cores() -> int:
-    """Return the number of cores this process may use; 1 if unknown."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -24,15 +24,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, Self
 
-STOP_SIGNALS = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,  # the terminal was closed
-    signal.SIGUSR1,  # batch systems' warnings: SLURM's --signal, SGE's, LSF's
-    signal.SIGUSR2,
-    signal.SIGXCPU,
-)
-"""signals that ask a run to stop"""
+from instar.processes.interrupt import STOP_SIGNALS
+
 GROUP_SIGNALS = (*STOP_SIGNALS, signal.SIGQUIT)
 """signals that a terminal or a batch system sends to all processes of a group"""
 GONE = "gone"

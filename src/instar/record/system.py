@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 
 import instar
-from instar.distributed.placement import usable_cores
 from instar.processes.child import c_library
+from instar.processes.cores import usable_cores
 
 _LIBRARIES = ("torch", "numpy", "safetensors", "tokenizers", "msgspec")
 CPUINFO = Path("/proc/cpuinfo")

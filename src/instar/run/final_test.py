@@ -32,7 +32,7 @@ from instar.run.state.run_state import RunState
 from instar.run.step.evaluate import EvaluationOptions, TestResult, evaluate_source
 from instar.run.step.stepper import set_model_step
 from instar.schedule.operations import fold_history, history_from_json
-from instar.tasks.basis import basis_of
+from instar.tasks.basis_of import basis_of
 from instar.tasks.task import Task
 
 FOLDER = "test"

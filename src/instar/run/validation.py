@@ -12,7 +12,8 @@ from instar.run.step.evaluate import Evaluation, EvaluationOptions, evaluate_sou
 from instar.run.step.stepper import set_model_step
 from instar.schedule.settings import mixture_names
 from instar.schedule.triggers import losses_needed
-from instar.tasks.basis import basis_of, incomparable
+from instar.tasks.basis import incomparable
+from instar.tasks.basis_of import basis_of
 
 VALIDATION = "val"
 

@@ -19,7 +19,7 @@ from instar.config.fields import custom_task_class
 from instar.config.load import Loaded
 from instar.config.schema import RunConfig, SamplesConfig
 from instar.config.sections import Section
-from instar.config.user_code.named import what_happened
+from instar.config.user_code.failures import what_happened
 from instar.data.columns import Columns
 from instar.data.sample_set import SampleSet
 from instar.data.torch_loader import unused_settings
@@ -29,8 +29,8 @@ from instar.models.loss import at_least_float32
 from instar.models.module import check_trainable, persistent_buffers
 from instar.models.shape import Fixed, Growable, ModuleFacts
 from instar.models.table import Shape, check_shape_buffers, check_table
-from instar.tasks.basis import digest_of_sources
 from instar.tasks.custom import NEEDED, CustomTask
+from instar.tasks.sources import digest_of_sources
 from instar.tasks.task import Batch, Measured, SampleSetSpec, SavedModel, Tally, Task
 
 

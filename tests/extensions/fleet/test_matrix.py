@@ -18,7 +18,7 @@ from instar.config.errors import ConfigError
 from instar.config.load import load_config
 from instar.extensions.fleet.matrix import load_fleet_or_run
 from instar.extensions.fleet.plan import instances_of
-from instar.logs.text.summary import metric_value_text
+from instar.logs.text.values import metric_value_text
 
 TASK = """\
 import numpy as np

@@ -15,7 +15,8 @@ import xxhash
 from instar.config.errors import ConfigError, ConfigProblem
 from instar.config.language import DataConfig, part_names
 from instar.config.schema import EvalSet
-from instar.config.user_code.named import load_named, what_happened
+from instar.config.user_code.failures import what_happened
+from instar.config.user_code.named import load_named
 from instar.data.mixture import Concatenated, Mixed, mixture_order
 from instar.data.order import Order, make_order, order_of
 from instar.data.sampling import Draws

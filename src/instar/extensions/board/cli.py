@@ -36,9 +36,10 @@ def report(runs: tuple[str, ...], output: Path | None, open_it: bool, as_json: b
     --json prints a summary of what was written.
     """
     # not for the completion of RUNs
-    from instar.api.runs import read_all, selected_groups
+    from instar.api.selection import selected_groups
     from instar.extensions.board.report import report_html
     from instar.logs.query.summary import summarize, summary_to_json
+    from instar.logs.read.record import read_all
 
     groups = selected_groups(runs)
     read = read_all([*groups])

@@ -23,7 +23,7 @@ from instar.logs.query.stages import marks
 from instar.logs.query.tail import Follower, last_lines
 from instar.logs.read.columns import TableBuilder, is_measured, present, tables_of
 from instar.logs.read.record import RecordedEvent, RunRecord, Series, read_record
-from instar.logs.read.scan import SegmentTree
+from instar.logs.read.segments import SegmentTree
 from instar.record.events import Event, Placed, RecordError, RunStarted
 from instar.record.format import encodable
 from instar.record.rundir import RunDir

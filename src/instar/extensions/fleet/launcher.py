@@ -21,7 +21,6 @@ import psutil
 
 from instar.config.errors import InstarError, printable_text
 from instar.distributed.failure import Interrupted
-from instar.distributed.placement import usable_cores
 from instar.extensions.fleet.engines.nodes import Nodes
 from instar.extensions.fleet.engines.spawner import Spawner
 from instar.extensions.fleet.instance import FleetContext, InstanceFailed, InstanceRunner
@@ -46,6 +45,7 @@ from instar.extensions.fleet.state import (
     result_path,
 )
 from instar.extensions.fleet.trials import Trials
+from instar.processes.cores import usable_cores
 from instar.record.lock import open_lock, try_flock
 
 LAST_LINES = 15

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from instar.api.runs import RUNS
+from instar.api.selection import RUNS
 from instar.cli.options import NewFolder, StrictCommand, json_option
 from instar.cli.output import print_json
 from instar.extensions.foreign.records.formats import FORMATS

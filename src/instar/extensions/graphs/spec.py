@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from instar.config.errors import ConfigError
 from instar.config.load import Loaded
 from instar.config.schema import RunConfig
-from instar.config.user_code.named import load_named, what_happened
+from instar.config.user_code.failures import what_happened
+from instar.config.user_code.named import load_named
 from instar.data.columns import Columns, as_ragged
 from instar.data.order import Int64Array
 from instar.data.sample_set import SampleSet

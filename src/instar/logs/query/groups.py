@@ -7,17 +7,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import msgspec
-
-from instar.checkpoint.manifest import STATE
 from instar.config.document import parse
 from instar.config.errors import ConfigError, printable_text, shorten_text
 from instar.config.fields import differing_keys
-from instar.config.files import of_bounded_depth, read_regular
 from instar.config.origins import ConfigLine, plain_text
+from instar.logs.query.bases import note_on_basis, recorded_basis
 from instar.logs.query.config import config_lines, config_values, derived_keys
 from instar.record.rundir import RunDir
-from instar.tasks.basis import Basis, incomparable, without_seed
+from instar.tasks.basis import incomparable, without_seed
 
 By = Literal["run", "name", "seed"]
 _MOST_KEYS = 3
@@ -44,9 +41,6 @@ _READ = (
 options of generated data are in a section named after their source"""
 _ALWAYS = ("task", "data.val_source", "data.tokenizer")
 SAME_DATA = "compare runs on the same data and tokenizer, or leave --at-loss out"
-_MOST_BYTES = 1 << 24
-_NAMED = 3
-"""runs of one basis that a note names"""
 
 
 @dataclass(frozen=True)
@@ -311,21 +305,6 @@ def _differing(configs: Sequence[Config], *, held_out: bool) -> list[str]:
     ]
 
 
-class _State(msgspec.Struct):
-    basis: dict[str, str] = {}
-
-
-def recorded_basis(run: RunDir) -> Basis:
-    """Return what the last evaluation before a run's latest checkpoint was made on; empty if there is none."""
-    if (path := run.latest_checkpoint()) is None:
-        return {}
-    try:
-        text = read_regular(path / STATE, _MOST_BYTES)
-        return msgspec.json.decode(of_bounded_depth(text), type=_State).basis
-    except (OSError, ValueError):
-        return {}
-
-
 @dataclass(frozen=True)
 class Comparability:
     """Whether losses on held-out data can be compared between the runs of groups."""
@@ -359,47 +338,8 @@ def comparability(groups: Sequence[RunGroup]) -> Comparability:
                 lines.setdefault(reasons, (partner.path.name, []))[1].append(run.path.name)
     return Comparability(
         tuple(
-            _line("losses", names, partner, reasons) for reasons, (partner, names) in lines.items()
+            note_on_basis("losses", names, partner, reasons)
+            for reasons, (partner, names) in lines.items()
         ),
         is_known,
     )
-
-
-def notes_on_bases(bases: Mapping[str, Basis]) -> list[str]:
-    """Return one line for each basis in a list of runs but the first; runs without one are left out.
-
-    Args:
-        bases: by the name of the run.
-    """
-    known_bases = {name: basis for name, basis in bases.items() if basis}
-    if not known_bases:
-        return []
-    first = next(iter(known_bases))
-    groups: list[list[str]] = []
-    for name, basis in known_bases.items():
-        if incomparable(known_bases[first], basis):
-            # runs that differ from the first alike need not be comparable with each other
-            alike = (g for g in groups if not incomparable(known_bases[g[0]], basis))
-            group = next(alike, None)
-            if group is None:
-                groups.append([name])
-            else:
-                group.append(name)
-    notes = [
-        _line("values", names, first, incomparable(known_bases[first], known_bases[names[0]]))
-        for names in groups
-    ]
-    more = len(notes) - _NAMED
-    return [
-        *notes[:_NAMED],
-        *([f"nor are those of runs on {more} other bases"] if more > 0 else []),
-    ]
-
-
-def _line(what: str, names: Sequence[str], first: str, reasons: Sequence[str]) -> str:
-    return f"held-out {what} of {_names(names)} are not comparable with those of {first}: {', '.join(reasons)}"
-
-
-def _names(names: Sequence[str]) -> str:
-    more = len(names) - _NAMED
-    return ", ".join([*names[:_NAMED], *([f"{more} more"] if more > 0 else [])])

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from instar.config.errors import ConfigError, nearest, nearest_hint
-from instar.logs.query.groups import notes_on_bases, recorded_basis
+from instar.logs.query.bases import notes_on_bases, recorded_basis
 from instar.logs.query.labels import NONE, RunLabels, labels_of
 from instar.logs.query.state import STATES, RunStatus, State, run_status
 from instar.logs.read.reader_cache import CachedSummary, cached_summary
@@ -231,7 +231,8 @@ def _rows(runs: Sequence[tuple[RunDir, RunLabels]]) -> list[Row]:
 def _row(run: RunDir, labels: RunLabels) -> Row:
     summary = cached_summary(run)
     status = run_status(run, summary.events, summary.seen or 0.0)
-    return Row(summary, status, labels, {} if summary.best is None else recorded_basis(run))
+    has_basis = summary.best is not None and status.resumable
+    return Row(summary, status, labels, recorded_basis(run) if has_basis else {})
 
 
 def _matches(run: RunDir, name: str) -> bool:

@@ -77,10 +77,13 @@ def run_status(
     ]
     latest = run.latest_checkpoint()
     resumable = latest is not None and (latest / MANIFEST).is_file()
-    if process is None and last_start is None and any(isinstance(e, Branched) for e in events):
-        return RunStatus("stopped", "a branch that has not begun", resumable, _resume(run), None)
-    if process is None and run.awaits_start():
-        return RunStatus("stopped", "nothing trained in it yet", resumable, _resume(run), None)
+    if process is None and last_start is None:
+        if any(isinstance(event, Branched) for event in events):
+            reason = "a branch that has not begun"
+            return RunStatus("stopped", reason, resumable, _resume(run), None)
+        if run.awaits_start():
+            reason = "nothing trained in it yet"
+            return RunStatus("stopped", reason, resumable, _resume(run), None)
     state, reason = _recorded_state(ends)
     is_quiet = abs((time.time() if now is None else now) - last_seen) >= QUIET_S
     if process is None and not ends and not _lock_is_reliable(run, last_start):

@@ -37,7 +37,6 @@ import xxhash
 import instar
 from instar.config.errors import InstarError
 from instar.config.files import open_regular, own_regular
-from instar.distributed.placement import usable_cores
 from instar.logs.read.columns import AXIS_TYPES, CELLS, LazyColumns, MetricTable, absent
 from instar.logs.read.reader_cache import (
     MOST_BYTES,
@@ -50,6 +49,7 @@ from instar.logs.read.reader_cache import (
     write_checked,
 )
 from instar.logs.read.scan import AT_ONCE_BYTES, MAX_FAULTS, Content, pieces, scan
+from instar.processes.cores import usable_cores
 from instar.processes.pool import WorkerLost, Workers
 from instar.record.progress import track_items
 from instar.record.rundir import RunDir

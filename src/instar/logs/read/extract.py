@@ -14,7 +14,7 @@ from instar.config.errors import ConfigError, nearest_hint
 from instar.config.files import open_regular
 from instar.logs.read.columns import Bools, Column, Ints
 from instar.logs.read.record import Series
-from instar.logs.read.scan import EVERYTHING, SegmentTree
+from instar.logs.read.segments import EVERYTHING, SegmentTree
 from instar.record.events import (
     Event,
     Placed,

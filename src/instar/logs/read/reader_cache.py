@@ -21,7 +21,8 @@ import xxhash
 
 import instar
 from instar.config.files import cache_home, open_regular, read_regular
-from instar.logs.read.scan import EVERYTHING, SegmentTree, line_blocks, no_record
+from instar.logs.read.lines import line_blocks, no_record
+from instar.logs.read.segments import EVERYTHING, SegmentTree
 from instar.record.atomic import atomic_file
 from instar.record.events import (
     VERSION,
@@ -219,7 +220,7 @@ def _keep(folder: Path, cache_file: _CacheFile) -> None:
 
 def _take(scan_state: _ScanState, block: bytes) -> None:
     lines = block.split(b"\n")
-    for line, event in events_in(line for line in lines if not line.startswith(_MEASUREMENTS)):
+    for line, event in events_in([line for line in lines if not line.startswith(_MEASUREMENTS)]):
         scan_state.lineage.take(event)
         if isinstance(event, Branched) and not scan_state.branched:
             scan_state.branched = line.decode(errors="replace")

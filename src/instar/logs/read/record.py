@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar, cast
 
@@ -16,8 +17,10 @@ import numpy as np
 from instar.config.errors import ConfigError, nearest_hint
 from instar.logs.read import cache
 from instar.logs.read.columns import Bools, Column, Floats, Ints, LazyColumns, MetricTable, present
+from instar.logs.read.lines import no_record
 from instar.logs.read.reader_cache import cache_folder
-from instar.logs.read.scan import EVERYTHING, Content, SegmentTree, no_record, scan
+from instar.logs.read.scan import Content, scan
+from instar.logs.read.segments import EVERYTHING, SegmentTree
 from instar.record.events import (
     NOT_AN_EVENT,
     TRAIN_METRICS,
@@ -405,3 +408,30 @@ def read_records(runs: Sequence[RunDir]) -> list[RunRecord]:
     """
     cache.fill_caches(runs)
     return [read_record(run) for run in track_items(runs, "reading records", "runs", len(runs))]
+
+
+@dataclass(frozen=True)
+class RecordsRead:
+    """Records of runs, and the errors of runs whose record cannot be read."""
+
+    records: tuple[RunRecord, ...]
+    faults: tuple[str, ...]
+
+
+def read_all(runs: Sequence[RunDir]) -> RecordsRead:
+    """Read the records of runs, in order.
+
+    Raises:
+        RecordError: none of them can be read.
+    """
+    with suppress(RecordError):
+        return RecordsRead(tuple(read_records(runs)), ())
+    records, faults = [], []
+    for run in runs:
+        try:
+            records.append(read_record(run))
+        except RecordError as error:
+            faults.append(str(error))
+    if not records:
+        raise RecordError("\n".join(faults))
+    return RecordsRead(tuple(records), tuple(faults))

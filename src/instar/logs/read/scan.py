@@ -1,9 +1,5 @@
-"""Scans a record in blocks of lines: measurements become columns, other lines stay events; and determines which
-steps were superseded by a resume from an earlier checkpoint.
-
-A long record is read by one process per core. Each segment resumes from a checkpoint, which an earlier
-segment saved. Steps on the newest segment's line of descent count; all others are superseded.
-"""
+"""Scans a record in blocks of lines: measurements become columns, other lines stay events. A long record is read by
+one process per core."""
 
 from __future__ import annotations
 
@@ -13,14 +9,11 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path, PurePath
-from typing import BinaryIO
+from pathlib import Path
 
-import msgspec
 import numpy as np
 
 from instar.config.files import open_regular
-from instar.distributed.placement import usable_cores
 from instar.logs.read.columns import (
     CELLS,
     Column,
@@ -31,23 +24,17 @@ from instar.logs.read.columns import (
     join_tables,
     tables_of,
 )
+from instar.logs.read.lines import describe_line, line_blocks
+from instar.processes.cores import usable_cores
 from instar.processes.pool import WorkerLost, Workers
 from instar.record.events import (
     NOT_AN_EVENT,
-    VERSION,
     Event,
     RecordError,
-    RunStarted,
-    Saved,
     decode_event,
 )
 from instar.record.progress import Advance, progress
 
-BLOCK_BYTES = 1 << 18
-"""small enough that the events of a block stay in the processor's cache"""
-LONGEST_LINE_BYTES = 1 << 24
-_HEAD_BYTES = 4096
-_FIRST = b'{"v":%d,"kind":"' % VERSION
 MAX_FAULTS = 5
 WORTH_BYTES = 1 << 28
 """size from which worker processes save more time than starting them takes"""
@@ -58,92 +45,6 @@ MOST_WORKERS = 8
 """more would wait for the process that joins their results"""
 _AHEAD = 2
 """pieces queued per worker"""
-EVERYTHING = 2**63 - 1
-NOTHING = -1
-
-
-def line_blocks(
-    file: BinaryIO, place: int, until: int | None = None
-) -> Iterator[tuple[bytes, int]]:
-    """Yield blocks of whole lines and the byte offset after each; truncates extremely long lines.
-
-    `place`: the current offset of the file; nothing after `until` is read.
-    """
-    partial = b""
-    while chunk := file.read(BLOCK_BYTES if until is None else min(BLOCK_BYTES, until - place)):
-        place += len(chunk)
-        cut = chunk.rfind(b"\n") + 1
-        if cut:
-            yield partial + chunk[:cut], place - len(chunk) + cut
-            partial = chunk[cut:]
-        else:
-            partial += chunk
-            if len(partial) > LONGEST_LINE_BYTES:
-                partial = partial[:BLOCK_BYTES]
-
-
-def describe_line(line: bytes, error: BaseException) -> str:
-    """Describe a line that is not an event."""
-    if nuls := line.count(b"\0"):
-        return f"{nuls} NUL byte{'s' if nuls > 1 else ''} from a lost write"
-    try:
-        line.decode()
-    except UnicodeDecodeError:
-        return "not valid UTF-8"
-    try:
-        value = msgspec.json.decode(line)
-    except NOT_AN_EVENT:
-        return f"not a whole line of JSON: {error}"
-    if not isinstance(value, dict):
-        return "JSON, but not an event of a run"
-    version = value.get("v")
-    if isinstance(version, int) and version > VERSION:
-        return f"written by a newer Instar: version {version}, this one reads {VERSION}"
-    if version != VERSION or not isinstance(value.get("kind"), str):
-        return "JSON, but not an event of a run"
-    return f"not an event of a run: {error}"
-
-
-def no_record(path: Path) -> str:
-    """Describe a file without any event: why it is not a record.
-
-    Empty for a record that has no complete line yet.
-    """
-    with open_regular(path) as file:
-        head = file.read(_HEAD_BYTES)
-    if not head or (b"\n" not in head and head.startswith(_FIRST[: len(head)])):
-        return ""
-    return f"{path} is not the record of a run: it looks like {_likeness(head)}"
-
-
-def _likeness(head: bytes) -> str:
-    if not head.strip():
-        return "blank lines"
-    if not head.strip(b"\0"):
-        return "NUL bytes from a lost write"
-    if head.startswith(b"\x1f\x8b"):
-        return "a compressed file"
-    if b"\0" in head or _undecodable(head):
-        return "a binary file"
-    try:
-        value = msgspec.json.decode(head.lstrip().partition(b"\n")[0])
-    except NOT_AN_EVENT:
-        return "text"
-    if not isinstance(value, dict):
-        return "JSON lines of something else"
-    version = value.get("v")
-    if isinstance(version, int) and version > VERSION and "kind" in value:
-        return f"the record of a newer Instar: version {version}, this one reads {VERSION}"
-    keys = ", ".join(key[:40] for key in list(value)[:4])
-    return f"JSON lines of something else, with keys {keys or 'none'}"
-
-
-def _undecodable(head: bytes) -> bool:
-    try:
-        head.decode()
-    except UnicodeDecodeError as error:
-        return error.end < len(head)  # a character may be cut at the very end
-    return False
 
 
 @dataclass(frozen=True)
@@ -351,49 +252,3 @@ def _borders(path: Path, begin: int, size: int) -> Iterator[int]:
             if begin < size:
                 yield begin
     yield size
-
-
-class SegmentTree(msgspec.Struct):
-    """The segments of a run and the checkpoints they resumed from, updated event by event.
-
-    A segment that names no checkpoint continues the previous segment.
-    """
-
-    began: dict[int, int] = {}
-    """the step at which each segment starts"""
-    parents: dict[int, int] = {}
-    """the segment that saved the checkpoint from which a segment resumed"""
-    saved: dict[str, int] = {}
-    """the segment that saved each checkpoint"""
-
-    def take(self, event: Event) -> None:
-        if isinstance(event, Saved):
-            self.saved[PurePath(event.path).name] = event.segment
-        elif isinstance(event, RunStarted):
-            self.began[event.segment] = event.step
-            parent = self.saved.get(event.resumed_from or "")
-            if parent is None:
-                # nothing goes on from a segment that began no earlier: it has saved nothing
-                parent = event.segment - 1
-                while parent > 0 and event.step <= self.began.get(parent, -1):
-                    parent = self.parents.get(parent, parent - 1)
-            if parent < event.segment - 1:
-                self.parents[event.segment] = parent
-
-    def limits(self, first_steps: Mapping[int, int] | None = None) -> dict[int, int]:
-        """Return the last step of each segment that is not superseded; `NOTHING` if all are.
-
-        `first_steps`: the first measured step of each segment, for segments without a `run_started`.
-        """
-        begins = {segment: max(step - 1, 0) for segment, step in (first_steps or {}).items()}
-        began = begins | self.began
-        segments = sorted(began)
-        limits = dict.fromkeys(segments, NOTHING)
-        limit = EVERYTHING
-        while segments:
-            segment = segments.pop()
-            limits[segment] = limit
-            limit = min(limit, began[segment])
-            parent = self.parents.get(segment, segment)
-            segments = [segment for segment in segments if segment <= parent]
-        return limits

@@ -9,8 +9,8 @@ from instar.config.origins import plain_text
 from instar.logs.query.alignment import LossReached, Saving, saving_text
 from instar.logs.query.compare import Cell, Comparison, ToLoss
 from instar.logs.query.groups import RunGroup, short_values
-from instar.logs.text.stdout import align_columns, wrap_line
-from instar.logs.text.summary import NONE, markdown_table, metric_value_text
+from instar.logs.text.stdout import align_columns, markdown_table, wrap_line
+from instar.logs.text.values import NONE, metric_value_text
 from instar.record.format import duration, scientific, si, unit_text
 
 MOST_COLUMNS = 4

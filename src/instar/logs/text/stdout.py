@@ -165,3 +165,11 @@ def _that_fit(widths: Sequence[int], limit: int | None) -> Iterator[list[int]]:
         columns.append(number)
         used += len(_GAP) + width
     yield columns
+
+
+def markdown_table(
+    headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()
+) -> list[str]:
+    """Return a table in Markdown; `right`: right-aligned columns, from 0."""
+    rule = ["---:" if number in right else "---" for number in range(len(headers))]
+    return [f"| {' | '.join(cells)} |" for cells in (headers, rule, *rows)]

@@ -1,22 +1,20 @@
-"""Formats values, tables and summaries as text and as Markdown."""
+"""Formats summaries as text and as Markdown."""
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from instar.extensions import layer_titles, metric_names
+from instar.extensions import layer_titles
 from instar.logs.query.summary import MetricValue, Summary
-from instar.logs.text.stdout import align_columns, indent_text, wrap_line
+from instar.logs.text.stdout import align_columns, indent_text, markdown_table, wrap_line
+from instar.logs.text.values import NONE, best_text, date, metric_value_text
 from instar.record.events import OperationEvent
 from instar.record.format import (
     bytes_text,
     duration,
     loss,
     operation_lines,
-    percent,
     scientific,
     si,
     unit_text,
@@ -26,48 +24,12 @@ _LABEL = 13
 _GROUPS = ("grad_norm/", "update_ratio/")
 """metrics of single layers, omitted from a summary, as are those of extensions"""
 
-NONE = "-"
 FAMILY_HEADS = ("run", "branch at", "state", "step", "best val")
-
-
-def metric_value_text(name: str, value: float | None) -> str:
-    """Format a metric's value in the unit of the metric: `3.9865`, `3.0e-4`, `1.02M`, `647 MiB`, `41%`."""
-    if value is None:
-        return NONE
-    if not math.isfinite(value):
-        return str(value)
-    if value == 0:
-        return "0"
-    if name == "lr":
-        return scientific(value)
-    if name == "tokens_per_s":
-        return si(value)
-    if name == "memory_bytes" or ((m := metric_names().get(name)) and m.is_bytes):
-        return bytes_text(value)
-    if name in ("mfu", "data_wait"):
-        return percent(value)
-    return scientific(value, 2) if 0 < abs(value) < 1e-2 else loss(value, 4)
-
-
-def best_text(metric: str, value: float | None) -> str:
-    """Format a best value; metrics other than the loss are named: `4.2071`, `0.9312 accuracy`."""
-    text = metric_value_text(f"val/{metric}", value)
-    return text if metric == "loss" or value is None else f"{text} {metric}"
 
 
 def with_error(name: str, value: MetricValue) -> str:
     error = "" if value.error is None else f" ±{metric_value_text(name, value.error)}"
     return metric_value_text(name, value.value) + error
-
-
-def date(seconds: float) -> str:
-    """Return local time, to the second; `-` for none."""
-    if seconds <= 0:
-        return NONE
-    try:
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
-    except (OverflowError, ValueError, OSError):
-        return NONE
 
 
 def state_text(summary: Summary) -> str:
@@ -281,14 +243,6 @@ def summary_markdown(summaries: Sequence[Summary]) -> list[str]:
         if messages:
             lines += ["", f"## {title}", "", *(f"- {_md(text)}" for text in messages)]
     return lines
-
-
-def markdown_table(
-    headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()
-) -> list[str]:
-    """Return a table in Markdown; `right`: right-aligned columns, from 0."""
-    rule = ["---:" if number in right else "---" for number in range(len(headers))]
-    return [f"| {' | '.join(cells)} |" for cells in (headers, rule, *rows)]
 
 
 def _markdown_of_many(summaries: Sequence[Summary]) -> list[str]:

@@ -36,7 +36,7 @@ from instar.config.fields import CAUSAL_LM, LANGUAGE
 from instar.config.files import read_regular
 from instar.config.load import load_config
 from instar.config.sections import Operation
-from instar.config.user_code.named import what_happened
+from instar.config.user_code.failures import what_happened
 from instar.data.text.foreign.special_tokens import END_FILE
 from instar.data.text.tokenizer import TOKENIZER_FILE
 from instar.growth.apply import (

@@ -14,7 +14,7 @@ from instar.config.errors import ConfigError, InstarError
 from instar.config.fields import from_values, root_of
 from instar.config.load import load_config
 from instar.config.schema import RunConfig
-from instar.config.user_code.named import what_happened
+from instar.config.user_code.failures import what_happened
 from instar.models.module import load_buffers
 from instar.record.rundir import RunDir
 from instar.record.start_folder import begun_in

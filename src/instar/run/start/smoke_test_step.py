@@ -22,7 +22,7 @@ from torch.nn import Module
 from instar.config.errors import ConfigError
 from instar.config.schema import RunConfig
 from instar.config.torch_optim.optimizers import OPTIMIZERS
-from instar.config.user_code.named import what_happened
+from instar.config.user_code.failures import what_happened
 from instar.data.columns import Columns, Ragged, cut, dtype_of, leaves, not_finite
 from instar.data.loader import OpenEnded
 from instar.data.sample_set import SampleSet

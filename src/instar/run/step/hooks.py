@@ -22,7 +22,7 @@ from torch.nn import Module
 
 from instar.config.errors import ConfigError, InstarError
 from instar.config.schema import RunConfig
-from instar.config.user_code.named import what_happened
+from instar.config.user_code.failures import what_happened
 from instar.distributed.agree import gather, raise_on_all_ranks
 from instar.distributed.failure import UserCodeFailed, exits_fail
 from instar.distributed.world import World

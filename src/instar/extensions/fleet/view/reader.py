@@ -19,8 +19,8 @@ from instar.extensions.fleet.plan import Instance, instances_of
 from instar.extensions.fleet.spec import Search
 from instar.extensions.fleet.state import FleetStatus, fold_events, read_fleet_events
 from instar.extensions.fleet.view.rows import FleetView, RunProgress, fleet_view, group_name
+from instar.logs.query.bases import notes_on_bases, recorded_basis
 from instar.logs.query.config import config_lines
-from instar.logs.query.groups import notes_on_bases, recorded_basis
 from instar.logs.query.tail import LineFollower, last_lines
 from instar.logs.read.reader_cache import CachedSummary, cached_summary
 from instar.record.events import Failed, RunFinished, RunStarted, Stop

@@ -21,7 +21,8 @@ import torch
 
 from instar.config.schema import RunConfig
 from instar.distributed.launch import threads_per_rank
-from instar.distributed.placement import is_loopback, usable_cores
+from instar.distributed.placement import is_loopback
+from instar.processes.cores import usable_cores
 from instar.record.device import measure_peak_flops, torch_dtype
 from instar.record.format import bytes_text
 from instar.record.system import cpu_model

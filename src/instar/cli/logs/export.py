@@ -17,15 +17,15 @@ from typing import Any, BinaryIO
 import click
 from pydantic import ValidationError
 
-from instar.api.runs import read_all, selected_runs
+from instar.api.selection import selected_runs
 from instar.cli.output import Output, as_text, packs_output, report_faults
 from instar.config.document import parse
 from instar.config.errors import ConfigError, ConfigProblem
 from instar.config.files import read_regular
 from instar.config.sections import RecordConfig, TrackersConfig
 from instar.logs.read.extract import FilteredEvent, Rows, check_kinds, filter_events, rows_of
-from instar.logs.read.record import RunRecord
-from instar.logs.read.scan import SegmentTree
+from instar.logs.read.record import RunRecord, read_all
+from instar.logs.read.segments import SegmentTree
 from instar.logs.text.format_event import EventFormatter
 from instar.record.atomic import atomic_file, sync_file
 from instar.record.events import event_kind, event_kinds

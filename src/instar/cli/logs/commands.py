@@ -17,16 +17,22 @@ from instar.record.trackers import TRACKERS
 TABLES = ("csv", "parquet", "jsonl")
 FORMATS = ("png", "svg", "pdf", "html", "text", "json")
 COMMANDS = {
-    "list": ("instar.cli.logs:list_", "List runs, the latest last."),
-    "tag": ("instar.cli.logs:tag", "Tag runs, to find them again in lists and pages."),
-    "note": ("instar.cli.logs:note", "Write a note on runs, shown in lists and pages."),
-    "archive": ("instar.cli.logs:archive", "Leave runs out of lists; nothing is deleted."),
-    "summary": ("instar.cli.logs:summary", "Summarize runs: best and last values, time, state."),
-    "plot": ("instar.cli.logs:plot", "Plot curves of one run or several."),
-    "compare": ("instar.cli.logs:compare", "Compare runs at equal steps, tokens, FLOPs or time."),
-    "tail": ("instar.cli.logs:tail", "Show the last events of a run, and follow it."),
-    "events": ("instar.cli.logs:events", "Print the events of runs, by kind or step."),
-    "export": ("instar.cli.logs:export", "Export runs to another tool, or as a table."),
+    "list": ("instar.cli.logs.commands:list_", "List runs, the latest last."),
+    "tag": ("instar.cli.logs.commands:tag", "Tag runs, to find them again in lists and pages."),
+    "note": ("instar.cli.logs.commands:note", "Write a note on runs, shown in lists and pages."),
+    "archive": ("instar.cli.logs.commands:archive", "Leave runs out of lists; nothing is deleted."),
+    "summary": (
+        "instar.cli.logs.commands:summary",
+        "Summarize runs: best and last values, time, state.",
+    ),
+    "plot": ("instar.cli.logs.commands:plot", "Plot curves of one run or several."),
+    "compare": (
+        "instar.cli.logs.commands:compare",
+        "Compare runs at equal steps, tokens, FLOPs or time.",
+    ),
+    "tail": ("instar.cli.logs.commands:tail", "Show the last events of a run, and follow it."),
+    "events": ("instar.cli.logs.commands:events", "Print the events of runs, by kind or step."),
+    "export": ("instar.cli.logs.commands:export", "Export runs to another tool, or as a table."),
 }
 
 
@@ -39,7 +45,7 @@ def logs() -> None:
     """List, summarize, plot and compare runs, also while they train."""
 
 
-@click.command("list", cls=DeferredCommand, work="instar.cli.logs_output:list_runs_in")
+@click.command("list", cls=DeferredCommand, work="instar.cli.logs.run_list:list_runs_in")
 @click.argument("folders", nargs=-1, metavar="[DIR]...")
 @click.option(
     "--state",
@@ -58,7 +64,7 @@ def list_() -> None:
     """
 
 
-@click.command(cls=DeferredCommand, work="instar.cli.logs_output:tag_runs")
+@click.command(cls=DeferredCommand, work="instar.cli.logs.run_list:tag_runs")
 @runs_argument
 @click.option("-a", "--add", multiple=True, metavar="TAG", help="Add this tag.")
 @click.option("-r", "--remove", multiple=True, metavar="TAG", help="Remove this tag.")
@@ -66,21 +72,21 @@ def tag() -> None:
     """Add or remove tags of each RUN, then print them. They are kept in .instar/labels.json."""
 
 
-@click.command(cls=DeferredCommand, work="instar.cli.logs_output:note_runs")
+@click.command(cls=DeferredCommand, work="instar.cli.logs.run_list:note_runs")
 @runs_argument
 @click.option("-m", "--message", metavar="TEXT", help="The note; an empty one removes it.")
 def note() -> None:
     """Set the note of each RUN, then print it."""
 
 
-@click.command(cls=DeferredCommand, work="instar.cli.logs_output:archive_runs")
+@click.command(cls=DeferredCommand, work="instar.cli.logs.run_list:archive_runs")
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...")
 @click.option("--undo", is_flag=True, help="Show them again.")
 def archive() -> None:
     """Leave each RUN out of lists and of the dashboard; its files stay as they are."""
 
 
-@click.command(cls=DeferredCommand, work="instar.cli.logs_output:summarize_runs")
+@click.command(cls=DeferredCommand, work="instar.cli.logs.tables:summarize_runs")
 @runs_argument
 @click.option("--all", "every", is_flag=True, help="Every run in the folder `runs`, or in DIR.")
 @output_options("text", "json", "md", "one-line")
@@ -93,7 +99,7 @@ def summary() -> None:
     """
 
 
-@click.command(cls=DeferredCommand, work="instar.cli.logs_output:compare_runs")
+@click.command(cls=DeferredCommand, work="instar.cli.logs.tables:compare_runs")
 @runs_argument
 @click.option(
     "--metric",
@@ -142,7 +148,7 @@ def compare() -> None:
     """
 
 
-@click.command(cls=DeferredCommand, work="instar.cli.logs_output:show_tail")
+@click.command(cls=DeferredCommand, work="instar.cli.logs.tail:show_tail")
 @click.argument("run", default="latest", shell_complete=completion.run_names)
 @click.option(
     "-n",
@@ -165,7 +171,7 @@ def tail() -> None:
     """
 
 
-@click.command(cls=DeferredCommand, work="instar.cli.logs_output:plot_runs")
+@click.command(cls=DeferredCommand, work="instar.cli.logs.plot:plot_runs")
 @runs_argument
 @click.option(
     "--metrics", metavar="NAMES", help="Metrics, each in its own panel, e.g. loss,grad_norm."
@@ -222,7 +228,7 @@ def plot() -> None:
     """
 
 
-@click.command(cls=DeferredCommand, work="instar.cli.export:write_events")
+@click.command(cls=DeferredCommand, work="instar.cli.logs.export:write_events")
 @runs_argument
 @click.option(
     "--kind",
@@ -243,7 +249,7 @@ def events() -> None:
     """
 
 
-@click.command(cls=DeferredCommand, work="instar.cli.export:export_runs")
+@click.command(cls=DeferredCommand, work="instar.cli.logs.export:export_runs")
 @runs_argument
 @click.option(
     "--to",
