@@ -120,7 +120,7 @@ def in_all_ways(path: Path, text: bytes, block: int, piece: int) -> Iterator[Con
     path.write_bytes(text)
     with pytest.MonkeyPatch.context() as patch:
         yield scan(path)
-        patch.setattr(scanning, "BLOCK_BYTES", block)
+        patch.setattr("instar.logs.read.lines.BLOCK_BYTES", block)
         yield scan(path)
         patch.setattr(scanning, "AT_ONCE_BYTES", piece)
         yield Content().extended_by(*pieces(path, workers=1))
