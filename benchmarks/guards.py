@@ -47,7 +47,7 @@ from throughput import gpt
 
 BOUNDS = {
     "instar --help, as typed: modules imported": 152,
-    "instar --help, as typed: files opened, without metadata of packages": 96,
+    "instar --help, as typed: files opened, without metadata of packages": 98,
     "instar --help: modules of torch imported": 0,
     "instar --help / an empty script, processor time": 9,
     "instar train: modules imported": 1600,
