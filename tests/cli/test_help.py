@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from needed import needs
+from records import make_runs
 
 from instar import __version__
 from instar.cli.logs.commands import COMMANDS as LOGS
@@ -74,6 +75,11 @@ def test_help_of_a_group_imports_no_torch(group: str) -> None:
 
 def test_help_of_checkpoints_imports_no_schema() -> None:
     assert modules_after("checkpoint", "--help") & HEAVY == set()
+
+
+def test_a_list_of_runs_imports_neither_arrays_nor_the_schema(tmp_path: Path) -> None:
+    make_runs(tmp_path, 2, 20)
+    assert modules_after("logs", "list", str(tmp_path)) & (HEAVY - {"instar.api"}) == set()
 
 
 @needs("fleet")
