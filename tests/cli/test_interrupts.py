@@ -13,6 +13,8 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,6 +33,7 @@ from written_runs import writing
 from instar.checkpoint.layout import TensorEntry, encode_header
 from instar.checkpoint.manifest import MANIFEST, encode_manifest, read_manifest
 from instar.checkpoint.store import CheckpointContent, publish_checkpoint
+from instar.cli.main import INTERRUPTED
 from instar.extensions import built_in
 
 LARGE = 1 << 36
@@ -271,3 +274,34 @@ def interrupt(
     code, output = run_on_terminal([program or forks().command, *argv], place, env, 100, press)
     assert press_times, output
     return code, _CSI.sub("", output), time.monotonic() - press_times[0]
+
+
+def test_ctrl_c_ends_a_command_that_waits_for_a_file_system(tmp_path: Path) -> None:
+    """Also what is imported to end it comes from there, and does not come."""
+    script = tmp_path / "waits.py"
+    script.write_text(
+        "import sys, time\n"
+        "import instar.cli.main as command\n"
+        "class Hangs:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name in ('instar.record.atomic', 'instar.distributed.signals'):\n"
+        "            time.sleep(1000)\n"
+        "def main():\n"
+        "    try:\n"
+        "        print('waits', flush=True)\n"
+        "        time.sleep(1000)\n"
+        "    except KeyboardInterrupt:\n"
+        "        time.sleep(1000)\n"
+        "sys.meta_path.insert(0, Hangs())\n"
+        "command.main = main\n"
+        "command.entry()\n"
+    )
+    command = [sys.executable, str(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waits\n"
+        process.send_signal(signal.SIGINT)
+        try:
+            assert process.wait(30) == INTERRUPTED
+        finally:
+            process.kill()

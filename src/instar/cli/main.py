@@ -10,6 +10,7 @@ import errno
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
@@ -59,6 +60,8 @@ COMMANDS = {
 }
 
 INTERRUPTED = 130
+LEAVE_S = 10.0
+"""how long an interrupted command may take to remove what it has not finished"""
 PATH_ERRORS = {
     errno.ENOENT,
     errno.ENOTDIR,
@@ -182,6 +185,10 @@ def entry() -> NoReturn:
 
 def _leave() -> NoReturn:
     """End an interrupted command that cannot end by itself in time: a library is at work in it."""
+    # what is imported here may wait for the file system that the command waits for
+    last_resort = threading.Timer(LEAVE_S, os._exit, [INTERRUPTED])
+    last_resort.daemon = True
+    last_resort.start()
     from instar.record.atomic import abandon  # not before: `instar --help` does not wait for it
 
     abandon()
