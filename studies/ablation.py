@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from instar.distributed.placement import usable_cores
+from instar.processes.cores import usable_cores
 from instar.record.events import Eval, read_events
 from report import Case, case, options, parser, publish
 from time_to_loss import FULL, QUICK, text_for

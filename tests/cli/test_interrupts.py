@@ -276,26 +276,33 @@ def interrupt(
     return code, _CSI.sub("", output), time.monotonic() - press_times[0]
 
 
-def test_ctrl_c_ends_a_command_that_waits_for_a_file_system(tmp_path: Path) -> None:
-    """Also what is imported to end it comes from there, and does not come."""
+WAITS = """
+import sys, time
+import instar.cli.main as command
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("instar.record.atomic", "instar.distributed.signals"):
+            {finds}
+def main():
+    try:
+        print("waits", flush=True)
+        time.sleep(1000)
+    except KeyboardInterrupt:
+        {interrupted}
+sys.meta_path.insert(0, Finder())
+command.main, command.LEAVE_S = main, 0.5
+command.entry()
+"""
+HANGS = "time.sleep(1000)"
+
+
+@pytest.mark.parametrize("finds", [HANGS, "raise ImportError(name)"])
+@pytest.mark.parametrize("interrupted", [HANGS, "return command.INTERRUPTED"])
+def test_ctrl_c_ends_a_command_although_what_ends_it_cannot_be_imported(
+    tmp_path: Path, finds: str, interrupted: str
+) -> None:
     script = tmp_path / "waits.py"
-    script.write_text(
-        "import sys, time\n"
-        "import instar.cli.main as command\n"
-        "class Hangs:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name in ('instar.record.atomic', 'instar.distributed.signals'):\n"
-        "            time.sleep(1000)\n"
-        "def main():\n"
-        "    try:\n"
-        "        print('waits', flush=True)\n"
-        "        time.sleep(1000)\n"
-        "    except KeyboardInterrupt:\n"
-        "        time.sleep(1000)\n"
-        "sys.meta_path.insert(0, Hangs())\n"
-        "command.main = main\n"
-        "command.entry()\n"
-    )
+    script.write_text(WAITS.format(finds=finds, interrupted=interrupted))
     command = [sys.executable, str(script)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

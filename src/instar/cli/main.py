@@ -60,8 +60,8 @@ COMMANDS = {
 }
 
 INTERRUPTED = 130
-LEAVE_S = 10.0
-"""how long an interrupted command may take to remove what it has not finished"""
+LEAVE_S = 5.0
+"""how long the import of what ends an interrupted command may take"""
 PATH_ERRORS = {
     errno.ENOENT,
     errno.ENOTDIR,
@@ -177,31 +177,31 @@ def entry() -> NoReturn:
     watch_streams()
     with PromptInterrupt(_leave):
         code = main()
+        if code == INTERRUPTED:
+            _leave()  # the interpreter would wait for threads
         ignore_stop_signals()
-    if code == INTERRUPTED:
-        _exit_now(code)  # the interpreter would wait for threads
     sys.exit(code)
 
 
 def _leave() -> NoReturn:
-    """End an interrupted command that cannot end by itself in time: a library is at work in it."""
-    # what is imported here may wait for the file system that the command waits for
+    """End an interrupted command, also one that cannot end by itself in time: a library is at work in it."""
+    # what is imported may have to come from the file system that the command waits for
     last_resort = threading.Timer(LEAVE_S, os._exit, [INTERRUPTED])
     last_resort.daemon = True
-    last_resort.start()
-    from instar.record.atomic import abandon  # not before: `instar --help` does not wait for it
+    with suppress(RuntimeError):  # no thread can be started
+        last_resort.start()
+    try:
+        from instar.distributed.signals import exit_now  # both not for `instar --help`
+        from instar.record.atomic import abandon
 
-    abandon()
-    with suppress(OSError):
-        if (work := _display.current) is not None:
-            os.write(2, f"\n{work.interruption_text}\n".encode(errors="replace"))
-    _exit_now(INTERRUPTED)
-
-
-def _exit_now(code: int) -> NoReturn:
-    from instar.distributed.signals import exit_now  # brings logging and subprocess
-
-    exit_now(code)
+        last_resort.cancel()
+        abandon()
+        with suppress(OSError):
+            if (work := _display.current) is not None:
+                os.write(2, f"\n{work.interruption_text}\n".encode(errors="replace"))
+        exit_now(INTERRUPTED)
+    finally:
+        os._exit(INTERRUPTED)
 
 
 def _run_with_trust(args: list[str]) -> int:

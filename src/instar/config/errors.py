@@ -39,7 +39,7 @@ _HOLDERS = frozenset(
     ["alerts", "trackers", "wandb", "trackio", "mlflow", "command", "webhook", "uri", "entity"]
 )
 """names of keys in these sections whose line may hold what is not shown"""
-# Patterns as texts are compiled when an error is shown: every command imports this.
+# Texts, which `re` compiles at first use: every command imports this file, and few use them.
 _SECRET = r"(?i)(?:.*[._])?(?:token|api_?key|secret|password|passwd|credentials?)"
 _USER = r"(?i)\b([a-z][a-z0-9+.-]{0,20}://)[^\s/@\"']{1,1000}@"  # texts may be long
 _NAME = r"([\w.]+)\s*:(?=\s|$)"

@@ -213,7 +213,7 @@ def cache_home(kind: str) -> Path | None:
     try:
         cache_dir = Path(above) if Path(above).is_absolute() else Path.home() / ".cache"
         home = Path(variable) if variable else cache_dir / "instar"
-        if not home.is_dir():  # once for every run of a list
+        if not home.is_dir():  # cheaper than to make it: a list asks for every run
             home.mkdir(0o700, parents=True, exist_ok=True)
         status = home.lstat()  # a link could lead to another folder owned by this user
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():

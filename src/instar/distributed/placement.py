@@ -30,12 +30,12 @@ class Rendezvous(Protocol):
     def devices(self) -> Sequence[int]: ...
 
 
-_OF_A_RANK = (
+_OF_A_RANK = re.compile(
     r"(LOCAL_|GROUP_|ROLE_|NODE_)?RANK|((LOCAL|GROUP|ROLE)_)?WORLD_SIZE|ROLE_NAME|MASTER_(ADDR|PORT)"
     r"|TORCHELASTIC_\w+|SLURM_(PROCID|LOCALID|NODEID|GTIDS|TASK_PID|STEP_\w+|STEPID|NTASKS\w*|NPROCS)"
     r"|SLURM_TASKS_PER_NODE|(PMI|PMIX|OMPI_COMM_WORLD)_\w+|INSTAR_(LAUNCH|LAUNCHER_PID|DEVICES|LOADED_CONFIG)"
 )
-"""variables by which torchrun, SLURM, MPI and Instar tell a process which rank it is; compiled when a child is started, for `instar --help` starts none"""
+"""variables by which torchrun, SLURM, MPI and Instar tell a process which rank it is"""
 
 
 def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -44,7 +44,7 @@ def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
     What says which rank this process is is left out: a child that trains would wait for the others.
     A job of SLURM is still known to its `srun`.
     """
-    return {name: value for name, value in environ.items() if not re.fullmatch(_OF_A_RANK, name)}
+    return {name: value for name, value in environ.items() if not _OF_A_RANK.fullmatch(name)}
 
 
 @dataclass(frozen=True)

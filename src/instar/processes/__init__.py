@@ -1,1 +1,1 @@
-"""Child processes that end with their launcher, and pools that answer calls."""
+"""Processes: children that end with their launcher, pools that answer calls, cores, and what Ctrl-C does."""

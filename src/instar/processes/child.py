@@ -161,7 +161,7 @@ def c_library() -> Any:
 
 def process_state(pid: int) -> str:
     """Return psutil's state of a process of this host; GONE if it has ended, "" if unreadable."""
-    import psutil  # imported late: every command imports this file, and few read a state
+    import psutil  # imported late: lists of runs import this file, and few read a state
 
     try:
         status = psutil.Process(pid).status()

@@ -24,7 +24,7 @@ PROMPT_S = 0.7
 
 
 class PromptInterrupt:
-    """While open, Ctrl-C ends the process within `limit_s` seconds, whatever it is doing.
+    """While open, Ctrl-C ends the process, whatever it is doing: by itself within `limit_s` seconds, else by `leave`.
 
     Python raises KeyboardInterrupt between two instructions of the main thread, which may be inside
     a library for minutes, or wait for threads that are. If the process has not ended by then,

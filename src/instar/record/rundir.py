@@ -407,16 +407,16 @@ def _check_writable(path: Path, key: str) -> None:
 
 def runs_in(folder: Path) -> list[RunDir]:
     """Return the runs in a folder, sorted by the time of their last write."""
-    times = {run: time for run in _folders_in(folder) if (time := _written_at(run)) is not None}
+    times = {run: time for run in _entries_of(folder) if (time := _written_at(run)) is not None}
     return sorted(times, key=lambda run: (times[run], run.path.name))
 
 
 def holds_runs(folder: Path) -> bool:
     """Return whether there is a run in a folder."""
-    return any(_written_at(run) is not None for run in _folders_in(folder))
+    return any(_written_at(run) is not None for run in _entries_of(folder))
 
 
-def _folders_in(folder: Path) -> Iterator[RunDir]:
+def _entries_of(folder: Path) -> Iterator[RunDir]:
     with suppress(OSError):
         yield from (RunDir(path) for path in folder.iterdir() if not path.name.startswith(TMP))
 

@@ -86,7 +86,7 @@ def archive() -> None:
     """Leave each RUN out of lists and of the dashboard; its files stay as they are."""
 
 
-@click.command(cls=DeferredCommand, work="instar.cli.logs.tables:summarize_runs")
+@click.command(cls=DeferredCommand, work="instar.cli.logs.summaries:summarize_runs")
 @runs_argument
 @click.option("--all", "every", is_flag=True, help="Every run in the folder `runs`, or in DIR.")
 @output_options("text", "json", "md", "one-line")
@@ -99,7 +99,7 @@ def summary() -> None:
     """
 
 
-@click.command(cls=DeferredCommand, work="instar.cli.logs.tables:compare_runs")
+@click.command(cls=DeferredCommand, work="instar.cli.logs.summaries:compare_runs")
 @runs_argument
 @click.option(
     "--metric",

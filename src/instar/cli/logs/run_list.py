@@ -1,5 +1,5 @@
-"""What `instar logs list`, `tag`, `note` and `archive` do. They read no record whole, so they import no reader of
-records: a list of many runs is asked for often."""
+"""What `instar logs list`, `tag`, `note` and `archive` do. They need only summaries of records, so they
+import neither columns nor numpy: lists of many runs are asked for often."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Describes failures of user code. Every command imports this, so it imports little."""
+"""Describes failures of user code."""
 
 from __future__ import annotations
 

@@ -65,6 +65,7 @@ def notes_on_bases(bases: Mapping[str, Basis]) -> list[str]:
 
 
 def note_on_basis(what: str, names: Sequence[str], first: str, reasons: Sequence[str]) -> str:
+    """Return the line that says why held-out values or losses of runs are not comparable with those of the first."""
     return f"held-out {what} of {_names(names)} are not comparable with those of {first}: {', '.join(reasons)}"
 
 

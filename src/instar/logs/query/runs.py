@@ -231,8 +231,8 @@ def _rows(runs: Sequence[tuple[RunDir, RunLabels]]) -> list[Row]:
 def _row(run: RunDir, labels: RunLabels) -> Row:
     summary = cached_summary(run)
     status = run_status(run, summary.events, summary.seen or 0.0)
-    has_basis = summary.best is not None and status.resumable
-    return Row(summary, status, labels, recorded_basis(run) if has_basis else {})
+    may_have_basis = summary.best is not None and status.resumable
+    return Row(summary, status, labels, recorded_basis(run) if may_have_basis else {})
 
 
 def _matches(run: RunDir, name: str) -> bool:

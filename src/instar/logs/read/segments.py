@@ -31,7 +31,9 @@ class SegmentTree(msgspec.Struct):
 
     def take(self, event: Event) -> None:
         if isinstance(event, Saved):
-            name = event.path.rstrip("/").rpartition("/")[2]  # a list of runs takes thousands
+            name = event.path.rstrip("/").rpartition("/")[
+                2
+            ]  # not PurePath: a list of runs takes thousands of these events
             self.saved[name] = event.segment
         elif isinstance(event, RunStarted):
             self.began[event.segment] = event.step
