@@ -84,11 +84,11 @@ from instar.models.gpt import GPT
 from instar.run.parallel.choose import parallelize
 
 sent = 0
-def gather(output, part, *arguments, call=dist.all_gather_into_tensor, **named):
+def gather(output, part, *arguments, call=dist.all_gather_single, **named):
     global sent
-    sent += part.nbytes
+    sent += part.nbytes if part.dtype == torch.uint8 else 0  # what torch sends itself are floats
     return call(output, part, *arguments, **named)
-dist.all_gather_into_tensor = gather
+dist.all_gather_single = gather
 
 def trained(world, **fsdp):
     global sent
@@ -131,6 +131,49 @@ def test_gathers_in_bfloat16_and_offloading_change_no_bit(ranks_in: Ranks, tmp_p
         assert answer["equal"]
         eval_bytes, train_bytes = answer["traffic"]
         assert train_bytes == eval_bytes > 0
+
+
+WHOLE = """
+import torch
+from collectives import of_tensor_subclasses
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from instar.distributed.shards import full_tensor
+
+SHAPES = [(1, 3), (2, 1), (5, 3), (7,), (8, 2, 3), (0, 4), (64, 0)]
+TYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64]
+
+def tensors():
+    for shape in SHAPES:
+        for dtype in TYPES:
+            yield (100 * torch.randn(shape)).to(dtype)
+    yield torch.randn(6, 4).T  # whose rows are not together in memory
+    yield torch.randn(5, 3, requires_grad=True)
+
+with join_group(ParallelConfig(timeout_s=60), "cpu") as world:
+    torch.manual_seed(0)
+    equal, rows = True, [(init_device_mesh("cpu", (world.size,)), [Shard(0)])]
+    if world.size == 4:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        rows += [(mesh, [Replicate(), Shard(0)]), (mesh, [Shard(0), Replicate()]), (mesh["shard"], [Shard(0)])]
+    for tensor in tensors():
+        for mesh, places in rows:
+            whole = full_tensor(distribute_tensor(tensor, mesh, places, src_data_rank=None))
+            equal &= torch.equal(whole, tensor) and whole.dtype == tensor.dtype and not whole.requires_grad
+    by_torch = len(of_tensor_subclasses())
+    columns = distribute_tensor(torch.arange(15).view(5, 3), rows[0][0], [Shard(1)], src_data_rank=None)
+    equal &= torch.equal(full_tensor(columns), torch.arange(15).view(5, 3))
+    answer(equal=equal, by_torch=by_torch, of_columns=len(of_tensor_subclasses()))
+"""
+
+
+@parametrize_first("ranks", [2, 3, 4], first=2)
+def test_rows_are_gathered_whole_but_not_by_torch(
+    ranks_in: Ranks, tmp_path: Path, ranks: int
+) -> None:
+    """Of all types and layouts, also where ranks hold none; what has no rows that are divided is left to torch."""
+    for answer in ranks_in(WHOLE, ranks, tmp_path):
+        assert answer == {"equal": True, "by_torch": 0, "of_columns": 1}
 
 
 MANY = """

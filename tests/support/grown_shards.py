@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from collectives import of_tensor_subclasses, record_all
 from small_models import EXACT, OTHER, model_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -137,6 +138,7 @@ def run_replicas() -> None:
 
 
 def run(kind: str, *operations: str) -> None:
+    record_all()
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     shard_model = copy.deepcopy(model_of(kind)).train()
@@ -196,4 +198,5 @@ def run(kind: str, *operations: str) -> None:
     actual, expected = contents(shard_model, optimizers[0]), contents(whole_model, optimizers[1])
     for name, tensor in expected.items():
         torch.testing.assert_close(actual[name], tensor, rtol=1e-3, atol=1e-4)
+    assert of_tensor_subclasses() == []
     dist.destroy_process_group()

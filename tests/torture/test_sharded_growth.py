@@ -10,7 +10,7 @@ from pathlib import Path
 import figures
 import pytest
 import torch
-from forks import Forks
+from forks import INSTAR, Forks
 from tiny_run import Place, codes, events, output_of
 from torch import Tensor
 
@@ -55,7 +55,8 @@ HSDP = ("parallel.strategy=hsdp", "parallel.fsdp.shards=2")
 
 def train_run(place: Place, name: str, *keys: str, ranks: int) -> Path:
     run_dir = place.path / name
-    children = place.train(run_dir, *SETTINGS, *keys, ranks=ranks)
+    body = "collectives:train" if ranks > 1 else INSTAR
+    children = place.train(run_dir, *SETTINGS, *keys, ranks=ranks, body=body)
     assert set(codes(children)) == {0}, output_of(children)
     return run_dir
 

@@ -37,11 +37,46 @@ def to_local(tensor: Tensor) -> Tensor:
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return a whole tensor, without a copy if this rank holds it. A collective if it is sharded."""
-    if is_sharded(tensor):
-        # rows may be in host memory, where a GPU's process group does not send from
-        device_tensor = cast("DTensor", tensor.to(tensor.device_mesh.device_type))
+    if not is_sharded(tensor):
+        return tensor.detach()
+    # rows may be in host memory, where a GPU's process group does not send from
+    device_tensor = cast("DTensor", tensor.to(tensor.device_mesh.device_type))
+    dimension = _dimension_of_rows(device_tensor)
+    if dimension is None:
         return device_tensor.full_tensor().detach()
-    return tensor.detach()
+    return _gather_rows(device_tensor, dimension)
+
+
+def _dimension_of_rows(tensor: DTensor) -> int | None:
+    """Return the dimension of its mesh that divides a tensor's rows; None if anything else is divided."""
+    from torch.distributed.tensor import Shard
+
+    dimensions = [dim for dim, place in enumerate(tensor.placements) if not place.is_replicate()]
+    if len(dimensions) != 1:
+        return None
+    place = tensor.placements[dimensions[0]]
+    # not a subclass, which divides otherwise
+    return dimensions[0] if type(place) is Shard and place.dim == 0 else None
+
+
+def _gather_rows(tensor: DTensor, dimension: int) -> Tensor:
+    """Gather the rows that a dimension of the mesh divides. A collective.
+
+    Not by DTensor's own `full_tensor`, which may damage the memory of a process on gloo, see decision 62.
+    """
+    local, ranks = tensor._local_tensor.detach(), tensor.device_mesh.size(dimension)
+    if not tensor.numel():
+        return local.new_empty(tensor.shape)
+    height = -(-tensor.shape[0] // ranks)
+    if len(local) < height:
+        local = torch.cat([local, local.new_zeros(height - len(local), *local.shape[1:])])
+    rows = local.new_empty(ranks * height, *local.shape[1:])
+    dist.all_gather(
+        list(rows.view(ranks, -1).view(torch.uint8).unbind()),  # gloo does not support every dtype
+        local.reshape(-1).view(torch.uint8),
+        group=tensor.device_mesh.get_group(dimension),
+    )
+    return rows[: tensor.shape[0]]
 
 
 def distribute_like(tensor: Tensor, like: Tensor) -> Tensor:

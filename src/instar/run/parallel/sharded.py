@@ -353,7 +353,7 @@ class RoundedAllGather(_Allocates):
         kind = torch.bfloat16 if rounds else output_tensor.dtype
         output_bytes = torch.empty_like(output_tensor, dtype=kind)
         input_bytes = input_tensor.to(kind)
-        dist.all_gather_into_tensor(
+        dist.all_gather_single(
             output_bytes.view(torch.uint8), input_bytes.view(torch.uint8), group=group
         )
         output_tensor.copy_(output_bytes)
