@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import collectives
 from cases import parametrize_first
 
 Ranks = Callable[[str, int, Path], list[dict[str, Any]]]
@@ -134,7 +135,9 @@ def test_gathers_in_bfloat16_and_offloading_change_no_bit(ranks_in: Ranks, tmp_p
 
 
 WHOLE = """
+import sys
 import torch
+sys.path.append("SUPPORT")
 from collectives import of_tensor_subclasses
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -172,7 +175,8 @@ def test_rows_are_gathered_whole_but_not_by_torch(
     ranks_in: Ranks, tmp_path: Path, ranks: int
 ) -> None:
     """Of all types and layouts, also where ranks hold none; what has no rows that are divided is left to torch."""
-    for answer in ranks_in(WHOLE, ranks, tmp_path):
+    program = WHOLE.replace("SUPPORT", str(Path(collectives.__file__).parent))
+    for answer in ranks_in(program, ranks, tmp_path):
         assert answer == {"equal": True, "by_torch": 0, "of_columns": 1}
 
 
